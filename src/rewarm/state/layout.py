@@ -73,6 +73,11 @@ class TensorSpec:
         """Rows that a window holds after `n_tokens` tokens."""
         return min(n_tokens, self.size)
 
+    def window_span(self, n_tokens: int) -> tuple[int, int]:
+        """`(kept, start)`: a window after `n_tokens` holds the rows of tokens [0, kept) and [start, n_tokens)."""
+        kept = min(self.keep, n_tokens)
+        return kept, max(kept, n_tokens - (self.size - self.keep))
+
     def _canonical(self) -> bytes:
         fields = [self.name, self.kind.value, self.dtype, self.storage]
         if self.kind is not Kind.OPAQUE:

@@ -1,0 +1,349 @@
+"""The record format, version 1: bytes to objects and back, every size checked before it is used.
+
+    offset  bytes  content
+    0       8      magic, 8f 72 65 77 61 72 6d 0a
+    8       4      format version, u32
+    12      4      header length H, u32
+    16      8      payload offset P, u64, a multiple of 4096
+    24      8      file length L, u64
+    32      16     XXH3-128 of the bytes [0, 32) and [48, P)
+    48      H      header, a msgpack map (`Header`)
+    48 + H         zeros up to P
+    P       L - P  payload: the tensors back to back, in the table's order, each C-contiguous
+
+Integers are little-endian, checksums are in XXH3's canonical (big-endian) form; `docs/format.md` has a
+worked example. This module does not open files and does not know where a record lies; it knows that a
+record is bad (`DamagedRecord`), or from a later version (`NewerFormat`), and never guesses.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import msgspec
+import numpy as np
+import xxhash
+
+from rewarm.errors import DamagedRecord, NewerFormat
+from rewarm.state.chain import KEY_NBYTES, Key, Tokens, block_key, point_key
+from rewarm.state.layout import Kind, Layout, TensorSpec
+from rewarm.state.sequence import Array, MetaValue
+
+MAGIC = b"\x8frewarm\n"
+VERSION = 1
+ALIGNMENT = 4096
+PRELUDE = struct.Struct("<8sIIQQ16s")
+MAX_HEADER_NBYTES = 64 * 2**20
+_STORAGE = re.compile(r"\|[biu]1|<[iu][248]|<f(2|4|8)|<c(8|16)")
+
+
+class TensorEntry(msgspec.Struct, frozen=True):
+    """One row of a record's tensor table.
+
+    Attributes:
+        name: the tensor's name in the layout.
+        kind: `rows`, `window` or `opaque`.
+        dtype: the engine's name of the element type.
+        storage: numpy's name of what the elements travel as.
+        axis: the token axis; 0 for opaque tensors.
+        shape: the shape without the token axis; of an opaque tensor the whole shape.
+        size: rows that a window holds at most; 0 for other kinds.
+        keep: first rows that a window never drops.
+        rows: rows in this record; of a window the kept ones, then those of its run.
+        offset: from the payload's start, in bytes.
+        length: in bytes.
+        checksum: XXH3-128 of the tensor's bytes.
+    """
+
+    name: str
+    kind: Literal["rows", "window", "opaque"]
+    dtype: str
+    storage: str
+    axis: int
+    shape: tuple[int, ...]
+    size: int
+    keep: int
+    rows: int
+    offset: int
+    length: int
+    checksum: bytes
+
+    def spec(self) -> TensorSpec:
+        """The tensor's description in a layout."""
+        opaque = self.kind == "opaque"
+        shape = () if opaque else self.shape
+        return TensorSpec(self.name, Kind(self.kind), self.dtype, self.storage, self.axis, shape, self.size, self.keep)
+
+    def stored_shape(self) -> tuple[int, ...]:
+        """The shape of the array in this record."""
+        return self.shape if self.kind == "opaque" else self.spec().shape_with(self.rows)
+
+
+class Header(msgspec.Struct, frozen=True, kw_only=True):
+    """What a record says of itself.
+
+    Attributes:
+        kind: `block` or `point`.
+        key: the record's name, 32 bytes.
+        parent: the key before it: a block's, or the root's.
+        fingerprint: the model's identity, 32 bytes.
+        layout: the layout's digest, 32 bytes.
+        block_tokens: tokens per block of the root.
+        first: position of the first of `tokens`.
+        tokens: token ids, little-endian i64.
+        codec: how the payload is encoded: `raw`.
+        valid_from: of the layout.
+        tensors: the tensor table; in a point, every tensor of the layout.
+        created_s: seconds since 1970, by the writer's clock.
+        after: in a point: the point whose end begins the window runs, else None.
+        after_n: in a point with `after`: where that point ends.
+        entry: in a point: id of the entry that it was saved for, 16 bytes.
+        label: in a point: the entry's label.
+        boundary: in a point: what ended here.
+        meta: in a point: plain values that belong to the state at exactly n.
+    """
+
+    kind: Literal["block", "point"]
+    key: bytes
+    parent: bytes
+    fingerprint: bytes
+    layout: bytes
+    block_tokens: int
+    first: int
+    tokens: bytes
+    codec: str = "raw"
+    valid_from: int = 0
+    tensors: tuple[TensorEntry, ...] = ()
+    created_s: float = 0.0
+    after: bytes | None = None
+    after_n: int = 0
+    entry: bytes = b""
+    label: str | None = None
+    boundary: str = ""
+    meta: dict[str, MetaValue] = {}
+
+    @property
+    def token_ids(self) -> Tokens:
+        """The token ids, shape (n_tokens,)."""
+        return np.frombuffer(self.tokens, dtype="<i8")
+
+    @property
+    def n(self) -> int:
+        """Tokens that the sequence has at the record's end."""
+        return self.first + len(self.tokens) // 8
+
+    def read_layout(self) -> Layout:
+        """The layout; only a point's table is complete."""
+        return Layout(tuple(entry.spec() for entry in self.tensors), self.valid_from)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Part:
+    """One tensor to be written.
+
+    Attributes:
+        spec: its description in the layout.
+        array: C-contiguous, of the spec's storage type; what the record holds of the tensor.
+    """
+
+    spec: TensorSpec
+    array: Array
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Encoded:
+    """A record ready to be written: `head` first, then the payload's pieces.
+
+    Attributes:
+        header: what the head says.
+        head: all bytes before the payload.
+        payload: the tensors' bytes.
+        nbytes: the whole file's length.
+    """
+
+    header: Header
+    head: bytes
+    payload: tuple[memoryview, ...]
+    nbytes: int
+
+
+_encoder = msgspec.msgpack.Encoder()
+_decoder = msgspec.msgpack.Decoder(Header)
+
+
+def encode(header: Header, parts: Sequence[Part]) -> Encoded:
+    """The record that `header` (its table still empty) and `parts` make."""
+    entries, payload, offset = [], [], 0
+    for part in parts:
+        data = _as_bytes(part.array)
+        spec, opaque = part.spec, part.spec.kind is Kind.OPAQUE
+        entries.append(
+            TensorEntry(
+                name=spec.name,
+                kind=spec.kind.value,
+                dtype=spec.dtype,
+                storage=spec.storage,
+                axis=spec.axis,
+                shape=tuple(part.array.shape) if opaque else spec.shape,
+                size=spec.size,
+                keep=spec.keep,
+                rows=0 if opaque else part.array.shape[spec.axis],
+                offset=offset,
+                length=data.nbytes,
+                checksum=xxhash.xxh3_128_digest(data),
+            )
+        )
+        payload.append(data)
+        offset += data.nbytes
+    header = msgspec.structs.replace(header, tensors=tuple(entries))
+    body = _encoder.encode(header)
+    start = round_up(PRELUDE.size + len(body))
+    plain = PRELUDE.pack(MAGIC, VERSION, len(body), start, start + offset, b"")[:32]
+    body += bytes(start - PRELUDE.size - len(body))
+    checksum = xxhash.xxh3_128_digest(plain + body)
+    return Encoded(header, plain + checksum + body, tuple(payload), start + offset)
+
+
+def _as_bytes(array: Array) -> memoryview:
+    return array.reshape(-1).view(np.uint8).data if array.size else memoryview(b"")
+
+
+def round_up(nbytes: int) -> int:
+    """`nbytes` rounded up to whole 4 KiB."""
+    return -(-nbytes // ALIGNMENT) * ALIGNMENT
+
+
+@dataclass(frozen=True, slots=True)
+class Prelude:
+    """The first 48 bytes, checked against the file's size."""
+
+    header_nbytes: int
+    payload_at: int
+    nbytes: int
+    checksum: bytes
+
+
+def read_prelude(data: bytes, file_nbytes: int) -> Prelude:
+    """Check the first 48 bytes of a file of `file_nbytes` bytes.
+
+    Raises:
+        DamagedRecord: no record, or its sizes do not agree with the file's.
+        NewerFormat: a later version wrote it.
+    """
+    if len(data) < PRELUDE.size:
+        raise DamagedRecord("shorter than a record's first 48 bytes")
+    magic, version, header_nbytes, payload_at, nbytes, checksum = PRELUDE.unpack(data[: PRELUDE.size])
+    if magic != MAGIC:
+        raise DamagedRecord("does not begin as a record does")
+    if version > VERSION:
+        raise NewerFormat(f"written in format version {version}; this version reads up to {VERSION}")
+    if version != VERSION:
+        raise DamagedRecord(f"format version {version} has never been written")
+    if nbytes != file_nbytes:
+        raise DamagedRecord(f"says it has {nbytes} bytes, and the file has {file_nbytes}")
+    end = PRELUDE.size + header_nbytes
+    if header_nbytes > MAX_HEADER_NBYTES or payload_at != round_up(end) or payload_at > nbytes:
+        raise DamagedRecord("header and payload do not fit the file")
+    return Prelude(header_nbytes, payload_at, nbytes, checksum)
+
+
+def read_header(head: bytes, prelude: Prelude) -> Header:
+    """The header out of a record's bytes before the payload, with everything in it checked.
+
+    Raises:
+        DamagedRecord: checksum, structure, sizes or key are wrong.
+        NewerFormat: the payload's codec is not known.
+    """
+    if len(head) != prelude.payload_at:
+        raise DamagedRecord("ends inside its header")
+    if xxhash.xxh3_128_digest(head[:32] + head[48:]) != prelude.checksum:
+        raise DamagedRecord("the header's checksum does not agree")
+    try:
+        header = _decoder.decode(head[PRELUDE.size : PRELUDE.size + prelude.header_nbytes])
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise DamagedRecord(f"the header cannot be read: {error}") from None
+    if header.codec != "raw":
+        raise NewerFormat(f"the payload's codec {header.codec!r} is not known")
+    _check_header(header)
+    _check_table(header, prelude.nbytes - prelude.payload_at)
+    return header
+
+
+def _check_header(header: Header) -> None:
+    names = (header.key, header.parent, header.fingerprint, header.layout)
+    if any(len(name) != KEY_NBYTES for name in names) or (header.after is not None and len(header.after) != KEY_NBYTES):
+        raise DamagedRecord("a key or digest does not have 32 bytes")
+    size, n_own = header.block_tokens, len(header.tokens) // 8
+    if size < 1 or len(header.tokens) % 8 or header.first < 0 or header.first % size:
+        raise DamagedRecord("the tokens do not lie on the grid of blocks")
+    if header.kind == "block":
+        fits, key = n_own == size, block_key(Key(header.parent), header.token_ids)
+    else:
+        fits, key = n_own < size and header.n > 0, point_key(Key(header.parent), header.n, header.token_ids)
+    if not fits:
+        raise DamagedRecord("has the wrong number of tokens")
+    if key != header.key:
+        raise DamagedRecord("its key is not that of its tokens")
+
+
+def _check_table(header: Header, payload_nbytes: int) -> None:
+    at, n_own = 0, len(header.tokens) // 8
+    for entry in header.tensors:
+        if not _STORAGE.fullmatch(entry.storage) or len(entry.checksum) != 16:
+            raise DamagedRecord(f"tensor {entry.name!r} has an impossible element type or checksum")
+        if min(entry.shape, default=0) < 0 or not 0 <= entry.axis <= len(entry.shape) or entry.rows < 0:
+            raise DamagedRecord(f"tensor {entry.name!r} has an impossible shape")
+        if entry.kind == "rows" and entry.rows != n_own:
+            raise DamagedRecord(f"tensor {entry.name!r} has {entry.rows} rows for {n_own} tokens")
+        if entry.kind == "window" and not _window_fits(entry, header):
+            raise DamagedRecord(f"tensor {entry.name!r} does not hold its window's rows")
+        if header.kind == "block" and entry.kind != "rows":
+            raise DamagedRecord(f"tensor {entry.name!r} is no tensor of rows")
+        length = math.prod(entry.stored_shape()) * np.dtype(entry.storage).itemsize
+        if entry.length != length or entry.offset != at:
+            raise DamagedRecord(f"tensor {entry.name!r} does not lie where it should")
+        at += length
+    if at != payload_nbytes:
+        raise DamagedRecord("the tensors do not fill the payload")
+    if len({entry.name for entry in header.tensors}) != len(header.tensors):
+        raise DamagedRecord("two tensors have one name")
+    if header.kind == "point" and header.read_layout().digest != header.layout:
+        raise DamagedRecord("its layout is not that of its tensors")
+
+
+def _window_fits(entry: TensorEntry, header: Header) -> bool:
+    if entry.size < 1 or not 0 <= entry.keep < entry.size:
+        return False
+    kept, start = entry.spec().window_span(header.n)
+    if header.after is not None:
+        start = max(start, header.after_n)
+    return entry.rows == kept + header.n - start
+
+
+def read_payload(header: Header, payload: memoryview) -> dict[str, Array]:
+    """The record's tensors by name, as views into `payload`, each one's checksum checked.
+
+    Raises:
+        DamagedRecord: a checksum does not agree.
+    """
+    arrays: dict[str, Array] = {}
+    for entry in header.tensors:
+        data = payload[entry.offset : entry.offset + entry.length]
+        if len(data) != entry.length or xxhash.xxh3_128_digest(data) != entry.checksum:
+            raise DamagedRecord(f"the checksum of tensor {entry.name!r} does not agree")
+        arrays[entry.name] = np.frombuffer(data, dtype=entry.storage).reshape(entry.stored_shape())
+    return arrays
+
+
+def finite(part: Part) -> bool:
+    """Whether a float tensor is free of NaN and infinity; other element types always are."""
+    if part.array.dtype.kind in "fc":
+        return bool(np.isfinite(part.array).all())
+    if part.spec.dtype == "bfloat16" and part.spec.storage == "<u2":
+        return not bool(((part.array & 0x7F80) == 0x7F80).any())
+    return True
