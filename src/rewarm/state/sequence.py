@@ -17,7 +17,7 @@ from rewarm.state.layout import Kind, Layout, TensorSpec
 from rewarm.state.reason import Reason
 
 Array = npt.NDArray[Any]
-MetaValue = str | int | float | bool | bytes | None
+MetaValue = str | int | float | bool | None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
