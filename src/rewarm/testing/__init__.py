@@ -1,0 +1,1 @@
+"""Shipped test kit: an engine without a model, a perfect model of the cache, files with faults, conformance."""
