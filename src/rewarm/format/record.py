@@ -19,7 +19,6 @@ record is bad (`DamagedRecord`), or from a later version (`NewerFormat`), and ne
 from __future__ import annotations
 
 import math
-import re
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -31,7 +30,7 @@ import xxhash
 
 from rewarm.errors import DamagedRecord, NewerFormat
 from rewarm.state.chain import KEY_NBYTES, Key, Tokens, block_key, point_key
-from rewarm.state.layout import Kind, Layout, TensorSpec
+from rewarm.state.layout import STORAGE, Kind, Layout, TensorSpec
 from rewarm.state.sequence import Array, MetaValue
 
 MAGIC = b"\x8frewarm\n"
@@ -39,7 +38,6 @@ VERSION = 1
 ALIGNMENT = 4096
 PRELUDE = struct.Struct("<8sIIQQ16s")
 MAX_HEADER_NBYTES = 64 * 2**20
-_STORAGE = re.compile(r"\|[biu]1|<[iu][248]|<f(2|4|8)|<c(8|16)")
 
 
 class TensorEntry(msgspec.Struct, frozen=True):
@@ -294,7 +292,7 @@ def _check_header(header: Header) -> None:
 def _check_table(header: Header, payload_nbytes: int) -> None:
     at, n_own = 0, len(header.tokens) // 8
     for entry in header.tensors:
-        if not _STORAGE.fullmatch(entry.storage) or len(entry.checksum) != 16:
+        if not STORAGE.fullmatch(entry.storage) or len(entry.checksum) != 16:
             raise DamagedRecord(f"tensor {entry.name!r} has an impossible element type or checksum")
         if min(entry.shape, default=0) < 0 or not 0 <= entry.axis <= len(entry.shape) or entry.rows < 0:
             raise DamagedRecord(f"tensor {entry.name!r} has an impossible shape")

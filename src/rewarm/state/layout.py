@@ -15,12 +15,15 @@ from __future__ import annotations
 import enum
 import functools
 import math
+import re
 from dataclasses import dataclass
 
 import numpy as np
 from blake3 import blake3
 
 DOMAIN = b"rewarm/1 layout"
+STORAGE = re.compile(r"\|[biu]1|<[iu][248]|<f(2|4|8)|<c(8|16)")
+"""The element types that records hold, as numpy names them."""
 
 
 class Kind(enum.StrEnum):

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy.typing as npt
 
-from rewarm.state.layout import Kind, Layout, TensorSpec
+from rewarm.state.layout import STORAGE, Kind, Layout, TensorSpec
 from rewarm.state.reason import Reason
 
 Array = npt.NDArray[Any]
@@ -104,10 +104,10 @@ class SequenceState:
 def _spec(name: str, tensor: Tensor, n_tokens: int) -> TensorSpec:
     """The description of one tensor, checked against the state's length."""
     array = tensor.array
-    if array.dtype.hasobject or array.dtype.names is not None or array.dtype.itemsize == 0:
+    storage = array.dtype.newbyteorder("<").str
+    if STORAGE.fullmatch(storage) is None:
         raise ValueError(f"tensor {name!r}: elements of type {array.dtype} cannot be stored")
     dtype = tensor.dtype or array.dtype.name
-    storage = array.dtype.newbyteorder("<").str
     if isinstance(tensor, Opaque):
         return TensorSpec(name, Kind.OPAQUE, dtype, storage)
     axis = tensor.axis
