@@ -1,0 +1,75 @@
+"""Tiny random models of mlx-lm's own classes: quick on any machine, and sensitive to every row."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+from mlx.utils import tree_flatten, tree_map
+from mlx_lm.models import gemma3_text, llama
+
+TOKENS = [(i * i * 31 + 7 * i + 3) % 500 for i in range(600)]
+"""Token ids without a short period."""
+
+
+def llama_config(layers: int = 2, vocab: int = 512) -> dict[str, Any]:
+    """A llama of width 64 with two KV heads of dimension 16."""
+    return {
+        "model_type": "llama",
+        "hidden_size": 64,
+        "num_hidden_layers": layers,
+        "intermediate_size": 128,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "rms_norm_eps": 1e-5,
+        "vocab_size": vocab,
+        "rope_theta": 10000.0,
+        "tie_word_embeddings": True,
+    }
+
+
+def gemma_config(vocab: int = 512) -> dict[str, Any]:
+    """A Gemma 3 with a sliding window of 32 on every second layer."""
+    return {
+        "model_type": "gemma3_text",
+        "hidden_size": 64,
+        "num_hidden_layers": 2,
+        "intermediate_size": 128,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "vocab_size": vocab,
+        "sliding_window": 32,
+        "sliding_window_pattern": 2,
+    }
+
+
+def tiny_llama(layers: int = 2, vocab: int = 512, seed: int = 0, dtype: mx.Dtype = mx.bfloat16) -> Any:
+    """A llama with random weights; the same seed gives the same ones."""
+    return _random(llama.Model(llama.ModelArgs.from_dict(llama_config(layers, vocab))), seed, dtype)
+
+
+def write_model(folder: Path, config: dict[str, Any], tokenizer_from: Path, seed: int = 0) -> Path:
+    """A folder that mlx-lm loads: random weights for `config`, with the tokenizer of another model folder."""
+    module = {"llama": llama, "gemma3_text": gemma3_text}[config["model_type"]]
+    model = _random(module.Model(module.ModelArgs.from_dict(config)), seed, mx.bfloat16)
+    folder.mkdir(parents=True, exist_ok=True)
+    mx.save_safetensors(
+        str(folder / "model.safetensors"), dict(tree_flatten(model.parameters())), metadata={"format": "mlx"}
+    )
+    (folder / "config.json").write_text(json.dumps({**config, "eos_token_id": 2, "bos_token_id": 1}))
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (folder / name).write_bytes((tokenizer_from / name).read_bytes())
+    return folder
+
+
+def _random(model: Any, seed: int, dtype: mx.Dtype) -> Any:
+    key = mx.random.key(seed)
+    parameters = model.parameters()
+    n = len(tree_flatten(parameters))
+    keys = iter(mx.random.split(key, n))
+    model.update(tree_map(lambda p: (mx.random.normal(p.shape, key=next(keys)) * 0.2).astype(dtype), parameters))
+    mx.eval(model.parameters())
+    return model
