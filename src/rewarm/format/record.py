@@ -38,6 +38,8 @@ VERSION = 1
 ALIGNMENT = 4096
 PRELUDE = struct.Struct("<8sIIQQ16s")
 MAX_HEADER_NBYTES = 64 * 2**20
+_MAX_AXES = 32
+_END_OF_COUNTS = 2**62
 
 
 class TensorEntry(msgspec.Struct, frozen=True):
@@ -277,8 +279,12 @@ def _check_header(header: Header) -> None:
     if any(len(name) != KEY_NBYTES for name in names) or (header.after is not None and len(header.after) != KEY_NBYTES):
         raise DamagedRecord("a key or digest does not have 32 bytes")
     size, n_own = header.block_tokens, len(header.tokens) // 8
-    if size < 1 or len(header.tokens) % 8 or header.first < 0 or header.first % size:
+    if size < 1 or len(header.tokens) % 8 or header.first % size:
         raise DamagedRecord("the tokens do not lie on the grid of blocks")
+    if not (0 <= header.first < _END_OF_COUNTS and 0 <= header.valid_from < _END_OF_COUNTS):
+        raise DamagedRecord("a count of tokens is impossible")
+    if header.after is not None and not 0 < header.after_n < header.n:
+        raise DamagedRecord("its window runs begin behind a point that is no earlier one")
     if header.kind == "block":
         fits, key = n_own == size, block_key(Key(header.parent), header.token_ids)
     else:
@@ -294,7 +300,9 @@ def _check_table(header: Header, payload_nbytes: int) -> None:
     for entry in header.tensors:
         if not STORAGE.fullmatch(entry.storage) or len(entry.checksum) != 16:
             raise DamagedRecord(f"tensor {entry.name!r} has an impossible element type or checksum")
-        if min(entry.shape, default=0) < 0 or not 0 <= entry.axis <= len(entry.shape) or entry.rows < 0:
+        if len(entry.shape) > _MAX_AXES or not all(0 <= length < _END_OF_COUNTS for length in entry.shape):
+            raise DamagedRecord(f"tensor {entry.name!r} has an impossible shape")
+        if not 0 <= entry.axis <= len(entry.shape) or entry.rows < 0:
             raise DamagedRecord(f"tensor {entry.name!r} has an impossible shape")
         if entry.kind == "rows" and entry.rows != n_own:
             raise DamagedRecord(f"tensor {entry.name!r} has {entry.rows} rows for {n_own} tokens")
