@@ -518,3 +518,12 @@ def test_nan_and_infinity_are_seen_in_every_float_type() -> None:
         assert not finite(Part(brain, np.array([0x3F80, bits], dtype="<u2")))
     assert finite(Part(brain, np.array([0x7F7F, 0xFF7F, 0], dtype="<u2")))
     assert finite(Part(dataclasses.replace(OPAQUE, storage="<u2", dtype="uint16"), np.array([0x7F80], dtype="<u2")))
+
+
+def test_fields_that_a_later_writer_adds_are_ignored() -> None:
+    record = point()
+    plain = msgspec.msgpack.decode(msgspec.msgpack.encode(record.header))
+    plain["colour"] = {"any": ["thing"]}
+    plain["tensors"][0]["colour"] = 1
+    head, _ = read(forged(msgspec.msgpack.encode(plain), b"".join(record.payload)))
+    assert head == record.header
