@@ -116,7 +116,7 @@ class _Shared:
 
 
 def _shared(chain: Chain, source: Source, n_blocks: int) -> _Shared:
-    parent, tail = chain.parent(n_blocks), chain.tail(n_blocks)
+    parent, tail = chain.parent(n_blocks), _under(chain, n_blocks)
     own = ordered(tail)
     best, best_child, next_token = 0, None, None
     for child in (source.before(parent, own, points_only=False), source.behind(parent, own)):
@@ -130,6 +130,11 @@ def _shared(chain: Chain, source: Source, n_blocks: int) -> _Shared:
             next_token = int(tokens[common])
     start = n_blocks * chain.block_tokens
     return _Shared(start + best, n_blocks, best_child if best else None, next_token)
+
+
+def _under(chain: Chain, i: int) -> Tokens:
+    """The prompt's tokens past the first `i` blocks, as far as a record under block `i - 1` can reach."""
+    return chain.tail(i)[: chain.block_tokens]
 
 
 def _cut(layout: Layout, chain: Chain, source: Source, shared: _Shared) -> Plan:
@@ -147,7 +152,7 @@ def _cut(layout: Layout, chain: Chain, source: Source, shared: _Shared) -> Plan:
 def _at_point(layout: Layout, chain: Chain, source: Source, n_blocks: int) -> Plan:
     """Any other layout: the longest stored point that is a prefix and whose path is whole."""
     for i in range(n_blocks, -1, -1):
-        query = chain.tail(i)
+        query = _under(chain, i)
         while True:
             child = source.before(chain.parent(i), ordered(query), points_only=True)
             if child is None:
