@@ -1,0 +1,1 @@
+"""Durable truth on one disk: records, their index, limits. Refuses nothing on policy grounds."""

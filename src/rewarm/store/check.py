@@ -1,0 +1,104 @@
+"""Look at every record: verify what the index says, and build the index anew from the files.
+
+Touches only files that have the names of records. It runs under the facade's lock and knows no engine.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from rewarm.errors import DamagedRecord, NewerFormat
+from rewarm.format.record import Header
+from rewarm.state.chain import Key
+from rewarm.store.commit import Committer, enter
+from rewarm.store.files import RecordName
+from rewarm.store.index import NewRow
+
+log = logging.getLogger("rewarm.store")
+
+
+@dataclass(slots=True)
+class Report:
+    """What a look at every record found.
+
+    Attributes:
+        n_good: records whose every byte is right.
+        n_newer: records of a later format, left alone.
+        n_unreadable: files that could not be read now, left alone.
+        damaged: names of bad files, and what is wrong with them.
+        missing: records that the index knows and the disk does not.
+        unknown: files with a record's name that the index does not know.
+    """
+
+    n_good: int = 0
+    n_newer: int = 0
+    n_unreadable: int = 0
+    damaged: list[tuple[str, str]] = field(default_factory=list)
+    missing: list[str] = field(default_factory=list)
+    unknown: list[str] = field(default_factory=list)
+
+    @property
+    def is_clean(self) -> bool:
+        """Whether index and files agree and nothing is bad."""
+        return not (self.damaged or self.missing or self.unknown or self.n_unreadable)
+
+
+def verify(committer: Committer) -> Report:
+    """Read every record that the index or the disk knows; changes nothing."""
+    report = Report()
+    known = {row.name for row in committer.index.by_use()}
+    on_disk = set(committer.files.records())
+    report.missing = sorted(name.file_name for name in known - on_disk)
+    report.unknown = sorted(name.file_name for name in on_disk - known)
+    for name in sorted(on_disk, key=lambda each: each.key):
+        try:
+            committer.files.read(name)
+            report.n_good += 1
+        except DamagedRecord as error:
+            report.damaged.append((name.file_name, str(error)))
+        except NewerFormat:
+            report.n_newer += 1
+        except FileNotFoundError:
+            continue  # evicted since the tree was listed
+        except OSError:
+            report.n_unreadable += 1
+    return report
+
+
+def rebuild(committer: Committer, pins: Sequence[str]) -> int:
+    """Fill an empty index from the files; how many records were entered.
+
+    Recency, hits and counters begin anew. Files that are provably bad go to quarantine.
+    """
+    points: list[Header] = []
+    bad: list[tuple[RecordName, str]] = []
+    n = 0
+    with committer.index.transaction():
+        for name in committer.files.records():
+            try:
+                header = committer.files.read_header(name)
+            except NewerFormat:
+                nowhere = Key(bytes(32))
+                nbytes = committer.files.nbytes(name)
+                committer.index.insert(NewRow(name, nowhere, b"", bytes(32), 0, None, nbytes), 0)
+                continue
+            except DamagedRecord as error:
+                bad.append((name, str(error)))
+                continue
+            except OSError:
+                continue
+            enter(committer.index, name, header, committer.files.nbytes(name))
+            n += 1
+            if name.is_point and header.entry:
+                points.append(header)
+        for header in sorted(points, key=lambda each: each.n):
+            committer.restore_entry(header)
+        for pin in pins:
+            committer.entries.pin(bytes.fromhex(pin), pinned=True)
+        for file_name, nbytes in committer.files.quarantined():
+            committer.index.add_quarantined(file_name, nbytes)
+    for name, why in bad:
+        committer.quarantine(name, why)
+    return n

@@ -1,0 +1,85 @@
+"""The operations that the store asks of the operating system, one method each.
+
+Nothing here knows records or names. The fault-injecting layer of the tests replaces this class, so
+whatever can fail on a disk goes through it.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+_BINARY = getattr(os, "O_BINARY", 0)
+_NOFOLLOW = getattr(os, "O_NOFOLLOW", 0)
+_CLOEXEC = getattr(os, "O_CLOEXEC", 0)
+
+
+class Disk:
+    """The real disk. Every method raises `OSError` as the system does."""
+
+    def create(self, path: Path) -> int:
+        """Open a new file for writing, mode 0600; it must not exist."""
+        return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | _BINARY | _NOFOLLOW | _CLOEXEC, 0o600)
+
+    def open(self, path: Path) -> int:
+        """Open a file for reading; a symbolic link is refused."""
+        return os.open(path, os.O_RDONLY | _BINARY | _NOFOLLOW | _CLOEXEC)
+
+    def write(self, fd: int, data: memoryview) -> int:
+        """Write some of `data` at the file's position; the number of bytes written."""
+        return os.write(fd, data)
+
+    def read_into(self, fd: int, buffer: memoryview) -> int:
+        """Read into `buffer` from the file's position; the number of bytes read, 0 at the end."""
+        if hasattr(os, "readv"):
+            return os.readv(fd, [buffer])
+        data = os.read(fd, len(buffer))
+        buffer[: len(data)] = data
+        return len(data)
+
+    def stat(self, fd: int) -> os.stat_result:
+        """Size, owner and mode of an open file."""
+        return os.fstat(fd)
+
+    def sync(self, fd: int) -> None:
+        """Push an open file, or an open folder where the system can, to the medium."""
+        os.fsync(fd)
+
+    def close(self, fd: int) -> None:
+        """Close a file."""
+        os.close(fd)
+
+    def rename(self, source: Path, target: Path) -> None:
+        """Move a file over whatever has the name `target`."""
+        source.replace(target)
+
+    def link(self, source: Path, target: Path) -> None:
+        """Give a file a second name, unless the name is taken; a plain move where there are no links."""
+        try:
+            target.hardlink_to(source)
+        except FileExistsError:
+            return
+        except OSError:
+            if not target.exists():
+                source.replace(target)
+
+    def unlink(self, path: Path) -> None:
+        """Remove a file's name."""
+        path.unlink()
+
+    def make_folder(self, path: Path) -> None:
+        """Make a folder, mode 0700, unless it is there; it must not be a symbolic link."""
+        path.mkdir(mode=0o700, exist_ok=True)
+        if path.is_symlink():
+            raise NotADirectoryError(f"{path} is a symbolic link")
+
+    def list_folder(self, path: Path) -> Iterator[os.DirEntry[str]]:
+        """The entries of a folder."""
+        with os.scandir(path) as entries:
+            yield from entries
+
+    def free_bytes(self, path: Path) -> int:
+        """Bytes that this user may still write on the disk of `path`."""
+        return shutil.disk_usage(path).free

@@ -1,0 +1,440 @@
+"""The index: SQLite in WAL mode, a rebuildable hint of which records there are, and counters.
+
+Every SQL statement of the store is here or in `entries.py`. It knows rows, not files: whether a record
+is good is seen when it is read. One connection, used under a lock; `sqlite3.Error` leaves as
+`IndexFault`, with `broken` set where only a rebuild helps.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sqlite3
+import threading
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rewarm.errors import IndexFault
+from rewarm.state.chain import Key
+from rewarm.state.plan import Child
+from rewarm.store.files import RecordName
+from rewarm.store.schema import PAGE_NBYTES, SCHEMA, VERSION
+
+_BATCH = 500
+_BUSY = {"SQLITE_BUSY", "SQLITE_LOCKED", "SQLITE_INTERRUPT", "SQLITE_FULL", "SQLITE_READONLY", "SQLITE_IOERR"}
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """A record as the index knows it, complete but for its tokens."""
+
+    name: RecordName
+    parent: Key
+    n: int
+    nbytes: int
+    used: int
+
+
+@dataclass(frozen=True, slots=True)
+class NewRow:
+    """A record to be entered."""
+
+    name: RecordName
+    parent: Key
+    tokens: bytes
+    layout: bytes
+    n: int
+    after: Key | None
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Totals:
+    """Bytes and files that the limits count, index and log apart."""
+
+    record_bytes: int
+    record_files: int
+    reserved_bytes: int
+    reserved_files: int
+    quarantine_bytes: int
+    quarantine_files: int
+
+    @property
+    def nbytes(self) -> int:
+        """All bytes."""
+        return self.record_bytes + self.reserved_bytes + self.quarantine_bytes
+
+    @property
+    def n_files(self) -> int:
+        """All files."""
+        return self.record_files + self.reserved_files + self.quarantine_files
+
+
+class Index:
+    """One connection to `index.db`.
+
+    Args:
+        path: of the database; made when it is not there.
+        busy_timeout_s: how long to wait for another process' transaction.
+
+    Raises:
+        IndexFault: it cannot be opened; `broken` when it is no index of this version.
+    """
+
+    def __init__(self, path: Path, busy_timeout_s: float) -> None:
+        self.path = path
+        self._lock = threading.RLock()
+        self._deadline = float("inf")
+        with _faults():
+            self._db = sqlite3.connect(path, timeout=busy_timeout_s, isolation_level=None, check_same_thread=False)
+        try:
+            self._open()
+        except IndexFault:
+            self.close()
+            raise
+
+    def _open(self) -> None:
+        with _faults():
+            for pragma in (f"page_size = {PAGE_NBYTES}", "journal_mode = WAL", "synchronous = NORMAL"):
+                self._db.execute(f"PRAGMA {pragma}")
+            for pragma in ("secure_delete = ON", "wal_autocheckpoint = 128", "journal_size_limit = 1048576"):
+                self._db.execute(f"PRAGMA {pragma}")
+            self._db.set_progress_handler(self._late, 10_000)
+            version = self._db.execute("PRAGMA user_version").fetchone()[0]
+            if version == 0:
+                self._create()
+                version = self._db.execute("PRAGMA user_version").fetchone()[0]
+        if version != VERSION:
+            raise IndexFault(f"the index has version {version}, not {VERSION}", broken=True)
+
+    def _create(self) -> None:
+        with contextlib.suppress(sqlite3.OperationalError):  # another process was first
+            self._db.executescript(f"BEGIN IMMEDIATE;{SCHEMA}PRAGMA user_version = {VERSION};COMMIT;")
+        if self._db.in_transaction:
+            self._db.execute("ROLLBACK")
+
+    def _late(self) -> int:
+        return int(time.monotonic() > self._deadline)
+
+    def close(self) -> None:
+        """Close the connection; an unfinished transaction is rolled back."""
+        with self._lock, _faults():
+            self._db.close()
+
+    @contextlib.contextmanager
+    def deadline(self, seconds: float) -> Iterator[None]:
+        """Give up statements that take longer than `seconds`, waiting for the connection included.
+
+        Raises:
+            TimeoutError: the time is over.
+        """
+        end = time.monotonic() + seconds
+        if not self._lock.acquire(timeout=max(0.0, seconds)):
+            raise TimeoutError("the index is busy")
+        try:
+            self._deadline = end
+            yield
+        except IndexFault:
+            if time.monotonic() > end:
+                raise TimeoutError("the index took too long") from None
+            raise
+        finally:
+            self._deadline = float("inf")
+            self._lock.release()
+
+    @contextlib.contextmanager
+    def transaction(self) -> Iterator[None]:
+        """An IMMEDIATE transaction: other writers wait, readers go on; rolled back by any exception."""
+        with self._lock:
+            self.execute("BEGIN IMMEDIATE")
+            try:
+                yield
+                self.execute("COMMIT")
+            except BaseException:
+                with contextlib.suppress(IndexFault):
+                    if self._db.in_transaction:
+                        self.execute("ROLLBACK")
+                raise
+
+    def execute(self, sql: str, values: Sequence[Any] = ()) -> sqlite3.Cursor:
+        """Run one statement."""
+        with self._lock, _faults():
+            return self._db.execute(sql, values)
+
+    def rows(self, sql: str, values: Sequence[Any] = ()) -> list[Any]:
+        """All rows of one query."""
+        with self._lock, _faults():
+            return self._db.execute(sql, values).fetchall()
+
+    def one(self, sql: str, values: Sequence[Any] = ()) -> Any:
+        """The first row of one query, or None."""
+        with self._lock, _faults():
+            return self._db.execute(sql, values).fetchone()
+
+    def erase_log(self) -> None:
+        """Move the log into the database and truncate it, so that deleted rows are in neither."""
+        self.execute("PRAGMA wal_checkpoint(TRUNCATE)")
+
+    # Looking up: what the planner asks.
+
+    def n_present(self, blocks: Sequence[Key]) -> int:
+        """How many of `blocks` are there, from the first one on without a gap."""
+        for start in range(0, len(blocks), _BATCH):
+            batch = blocks[start : start + _BATCH]
+            found = {row[0] for row in self._among("SELECT key FROM records WHERE condemned = 0 AND key", batch)}
+            for i, key in enumerate(batch):
+                if key not in found:
+                    return start + i
+        return len(blocks)
+
+    def present(self, keys: Sequence[Key]) -> set[Key]:
+        """Those of `keys` that are there."""
+        found: set[Key] = set()
+        for start in range(0, len(keys), _BATCH):
+            batch = keys[start : start + _BATCH]
+            found |= {row[0] for row in self._among("SELECT key FROM records WHERE condemned = 0 AND key", batch)}
+        return found
+
+    def _among(self, select: str, values: Sequence[Any], tail: str = "") -> list[Any]:
+        return self.rows(f"{select} IN ({','.join('?' * len(values))}) {tail}", values)
+
+    _CHILD = "SELECT key, is_point, n, tokens, after FROM records WHERE condemned = 0 AND "
+
+    def child(self, key: Key) -> Child | None:
+        """The record named `key`."""
+        return _child(self.one(f"{self._CHILD} key = ?", (key,)))
+
+    def before(self, parent: Key, tokens: bytes, *, is_point: bool) -> Child | None:
+        """The last block, or point, under `parent` at or before `tokens` in token order."""
+        sql = f"{self._CHILD} parent = ? AND is_point = ? AND tokens <= ? ORDER BY tokens DESC LIMIT 1"
+        return _child(self.one(sql, (parent, is_point, tokens)))
+
+    def behind(self, parent: Key, tokens: bytes, *, is_point: bool) -> Child | None:
+        """The first block, or point, under `parent` at or behind `tokens` in token order."""
+        sql = f"{self._CHILD} parent = ? AND is_point = ? AND tokens >= ? ORDER BY tokens LIMIT 1"
+        return _child(self.one(sql, (parent, is_point, tokens)))
+
+    def children(self, parent: Key) -> list[Child]:
+        """Every record under `parent`."""
+        return [child for row in self.rows(f"{self._CHILD} parent = ?", (parent,)) if (child := _child(row))]
+
+    def hanging(self, key: Key) -> set[Key]:
+        """The live records that hang from `key`, or begin their window runs behind it."""
+        sql = (
+            "SELECT key FROM records WHERE parent = ?1 AND condemned = 0"
+            " UNION SELECT key FROM records WHERE after = ?1 AND condemned = 0"
+        )
+        return {Key(row[0]) for row in self.rows(sql, (key,))}
+
+    # Records and their use.
+
+    _ROW = (
+        "SELECT fingerprint, key, is_point, parent, n, nbytes, used FROM records"
+        " JOIN namespaces ON namespaces.id = records.namespace WHERE "
+    )
+
+    def row(self, key: Key) -> Row | None:
+        """The live record named `key`."""
+        found = self.one(f"{self._ROW} condemned = 0 AND key = ?", (key,))
+        return _row(found) if found else None
+
+    def by_use(self, namespace: bytes | None = None) -> Iterator[Row]:
+        """Live records, least recently used first, deepest first; all, or those of one namespace."""
+        if namespace is not None:
+            sql = f"{self._ROW} condemned = 0 AND fingerprint = ? ORDER BY n DESC"
+            yield from map(_row, self.rows(sql, (namespace,)))
+            return
+        with self._lock, _faults():
+            for found in self._db.execute(f"{self._ROW} condemned = 0 ORDER BY used, n DESC"):
+                yield _row(found)
+
+    def insert(self, new: NewRow, used: int) -> None:
+        """Enter a record, or make its row say what the file says now."""
+        sql = (
+            "INSERT INTO records (key, parent, is_point, tokens, namespace, layout, n, after, nbytes, used)"
+            " VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?)"
+            " ON CONFLICT (key) DO UPDATE SET nbytes = excluded.nbytes, used = excluded.used, after = excluded.after"
+        )
+        name = new.name
+        namespace = self.namespace_id(name.fingerprint)
+        values = (name.key, new.parent, name.is_point, new.tokens, namespace, new.layout, new.n)
+        self.execute(sql, (*values, new.after, new.nbytes, used))
+
+    def delete(self, keys: Iterable[Key]) -> None:
+        """Take rows out."""
+        for key in keys:
+            self.execute("DELETE FROM records WHERE key = ?", (key,))
+
+    def condemn(self, key: Key, intent: int) -> None:
+        """Mark a record as being removed by `intent`; nobody finds it any more."""
+        self.execute("UPDATE records SET condemned = ? WHERE key = ?", (intent, key))
+
+    def condemned(self, intent: int) -> list[Row]:
+        """The records that `intent` removes."""
+        return [_row(found) for found in self.rows(f"{self._ROW} condemned = ?", (intent,))]
+
+    def is_condemned(self, key: Key) -> bool:
+        """Whether somebody is removing `key`."""
+        return self.one("SELECT 1 FROM records WHERE key = ? AND condemned != 0", (key,)) is not None
+
+    def use(self, keys: Sequence[Key]) -> None:
+        """Note that a whole path was used now."""
+        used = self.tick()
+        for start in range(0, len(keys), _BATCH):
+            batch = keys[start : start + _BATCH]
+            marks = ",".join("?" * len(batch))
+            self.execute(f"UPDATE records SET used = ? WHERE key IN ({marks})", (used, *batch))
+
+    def tick(self) -> int:
+        """The next value of the recency counter."""
+        self.count("recency", 1)
+        return int(self.one("SELECT value FROM counters WHERE name = 'recency'")[0])
+
+    def expose(self, key: Key) -> None:
+        """Make `key`'s descendants the first to be evicted: the record itself is damaged."""
+        sql = (
+            "WITH RECURSIVE below (key) AS (SELECT ?1 UNION"
+            " SELECT records.key FROM records JOIN below ON records.parent = below.key)"
+            " UPDATE records SET used = 0 WHERE key IN below"
+        )
+        self.execute(sql, (key,))
+
+    def path_nbytes(self, keys: Sequence[Key]) -> int:
+        """Bytes of those of `keys` that are there."""
+        total = 0
+        for start in range(0, len(keys), _BATCH):
+            rows = self._among("SELECT TOTAL(nbytes) FROM records WHERE key", keys[start : start + _BATCH])
+            total += int(rows[0][0])
+        return total
+
+    def empty(self) -> None:
+        """Take out everything but the counters."""
+        for table in ("intent_writes", "intents", "records", "entries", "layouts", "namespaces", "quarantine"):
+            self.execute(f"DELETE FROM {table}")
+
+    # Namespaces and layouts.
+
+    def namespace_id(self, fingerprint: bytes) -> int:
+        """The row of a namespace, made when it is not there."""
+        found = self.one("SELECT id FROM namespaces WHERE fingerprint = ?", (fingerprint,))
+        if found is None:
+            self.execute("INSERT OR IGNORE INTO namespaces (fingerprint) VALUES (?)", (fingerprint,))
+            found = self.one("SELECT id FROM namespaces WHERE fingerprint = ?", (fingerprint,))
+        return int(found[0])
+
+    def namespaces(self) -> list[tuple[bytes, int, int]]:
+        """Fingerprint, files and bytes of each namespace."""
+        sql = (
+            "SELECT fingerprint, COUNT(records.id), TOTAL(records.nbytes) FROM namespaces"
+            " LEFT JOIN records ON records.namespace = namespaces.id AND condemned = 0 GROUP BY namespaces.id"
+        )
+        return [(row[0], int(row[1]), int(row[2])) for row in self.rows(sql)]
+
+    def add_layout(self, fingerprint: bytes, digest: bytes, spec: bytes) -> None:
+        """Remember a layout that a namespace has records of."""
+        values = (self.namespace_id(fingerprint), digest, spec)
+        self.execute("INSERT OR IGNORE INTO layouts VALUES (?, ?, ?)", values)
+
+    def layouts(self, fingerprint: bytes) -> list[bytes]:
+        """The layouts that a namespace has, or had, records of."""
+        sql = "SELECT spec FROM layouts JOIN namespaces ON id = namespace WHERE fingerprint = ?"
+        return [row[0] for row in self.rows(sql, (fingerprint,))]
+
+    # Intents, quarantine, totals, counters.
+
+    def add_intent(self, process: str, nbytes: int, writes: Sequence[RecordName]) -> int:
+        """Note what `process` is about to write, and reserve its bytes and files."""
+        cursor = self.execute(
+            "INSERT INTO intents (process, bytes, files) VALUES (?, ?, ?)", (process, nbytes, len(writes))
+        )
+        intent = int(cursor.lastrowid or 0)
+        for i, name in enumerate(writes):
+            values = (intent, i, name.fingerprint, name.key, name.is_point)
+            self.execute("INSERT INTO intent_writes VALUES (?, ?, ?, ?, ?)", values)
+        return intent
+
+    def release(self, intent: int) -> None:
+        """Give back what an intent has reserved; it stays until its victims are gone."""
+        self.execute("DELETE FROM intent_writes WHERE intent = ?", (intent,))
+        self.execute("UPDATE intents SET bytes = 0, files = 0 WHERE id = ?", (intent,))
+
+    def end_intent(self, intent: int) -> None:
+        """Take an intent out."""
+        self.execute("DELETE FROM intent_writes WHERE intent = ?", (intent,))
+        self.execute("DELETE FROM intents WHERE id = ?", (intent,))
+
+    def intents(self) -> list[tuple[int, str]]:
+        """Id and process of every intent, oldest first."""
+        return [(int(row[0]), row[1]) for row in self.rows("SELECT id, process FROM intents ORDER BY id")]
+
+    def intent_writes(self, intent: int) -> list[RecordName]:
+        """What an intent is about to write, in order."""
+        sql = "SELECT fingerprint, key, is_point FROM intent_writes WHERE intent = ? ORDER BY position"
+        return [RecordName(row[0], Key(row[1]), bool(row[2])) for row in self.rows(sql, (intent,))]
+
+    def quarantine(self) -> list[tuple[str, int]]:
+        """Names and bytes of the files in quarantine, oldest first."""
+        return [(row[0], int(row[1])) for row in self.rows("SELECT name, nbytes FROM quarantine ORDER BY id")]
+
+    def add_quarantined(self, file_name: str, nbytes: int) -> None:
+        """Note a file in quarantine."""
+        self.execute("INSERT OR REPLACE INTO quarantine (name, nbytes) VALUES (?, ?)", (file_name, nbytes))
+
+    def delete_quarantined(self, file_name: str) -> None:
+        """Forget a file that was in quarantine."""
+        self.execute("DELETE FROM quarantine WHERE name = ?", (file_name,))
+
+    def totals(self) -> Totals:
+        """What the limits count, index and log apart."""
+        sql = (
+            "SELECT record_bytes, record_files, reserved_bytes, reserved_files, quarantine_bytes,"
+            " quarantine_files FROM totals"
+        )
+        return Totals(*map(int, self.one(sql)))
+
+    def own_nbytes(self) -> int:
+        """Bytes of index and log on the disk, each rounded up to 4 KiB."""
+        total = 0
+        for suffix in ("", "-wal", "-shm"):
+            with contextlib.suppress(OSError):
+                total += -(-self.path.with_name(self.path.name + suffix).stat().st_size // 4096) * 4096
+        return total
+
+    def count(self, name: str, by: int) -> None:
+        """Add to a counter."""
+        sql = "INSERT INTO counters VALUES (?1, ?2) ON CONFLICT (name) DO UPDATE SET value = value + ?2"
+        self.execute(sql, (name, by))
+
+    def set_counter(self, name: str, value: int) -> None:
+        """Set a counter."""
+        sql = "INSERT INTO counters VALUES (?1, ?2) ON CONFLICT (name) DO UPDATE SET value = ?2"
+        self.execute(sql, (name, value))
+
+    def counters(self) -> dict[str, int]:
+        """All counters."""
+        return {row[0]: int(row[1]) for row in self.rows("SELECT name, value FROM counters")}
+
+
+def _child(row: Any) -> Child | None:
+    return Child(Key(row[0]), bool(row[1]), int(row[2]), row[3], row[4] and Key(row[4])) if row else None
+
+
+def _row(row: Any) -> Row:
+    name = RecordName(row[0], Key(row[1]), bool(row[2]))
+    return Row(name, Key(row[3]), int(row[4]), int(row[5]), int(row[6]))
+
+
+@contextlib.contextmanager
+def _faults() -> Iterator[None]:
+    """Turn SQLite's errors into ours, which say whether a rebuild is needed."""
+    try:
+        yield
+    except sqlite3.Error as error:
+        code = getattr(error, "sqlite_errorname", "") or ""
+        passing = any(code.startswith(name) for name in _BUSY)
+        broken = code.startswith(("SQLITE_CORRUPT", "SQLITE_NOTADB")) or (
+            isinstance(error, sqlite3.DatabaseError) and not passing and code in ("SQLITE_ERROR", "SQLITE_SCHEMA")
+        )
+        raise IndexFault(f"the index cannot be used now: {error}", broken=broken) from None

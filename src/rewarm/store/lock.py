@@ -1,0 +1,103 @@
+"""One lock file per living process under `tmp/`: the system frees it when the process ends, however it ends.
+
+Knows only names of processes; what a dead one left behind is for its callers to finish.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+if sys.platform == "win32":
+    import msvcrt
+
+    def _try_lock(fd: int) -> bool:
+        try:
+            msvcrt.locking(fd, msvcrt.LK_NBLCK, 1)
+        except OSError:
+            return False
+        return True
+else:
+    import fcntl
+
+    def _try_lock(fd: int) -> bool:
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            return False
+        return True
+
+
+_FLAGS = os.O_RDWR | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_NOFOLLOW", 0)
+
+
+class ProcessLock:
+    """This process' lock on the folder `tmp`, held from construction to `release`.
+
+    Attributes:
+        process: the token that names this process in intents and temporaries, 16 hex characters.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        while True:
+            self.process = secrets.token_hex(8)
+            self._path = folder / f"{self.process}.lock"
+            self._fd = os.open(self._path, _FLAGS | os.O_CREAT | os.O_EXCL, 0o600)
+            # Between the two calls another process may have taken us for dead and removed the file.
+            if _try_lock(self._fd) and self._path.exists():
+                return
+            os.close(self._fd)
+
+    def release(self) -> None:
+        """Give the lock back and remove its file."""
+        if self._fd >= 0:
+            with contextlib.suppress(OSError):
+                self._path.unlink()
+            os.close(self._fd)
+            self._fd = -1
+
+    def dead(self) -> list[str]:
+        """Processes that left a lock file or a temporary and whose lock nobody holds."""
+        names = {path.name.partition(".")[0].partition("-")[0] for path in self._folder.iterdir()}
+        return sorted(name for name in names if name != self.process and self.is_dead(name))
+
+    def is_dead(self, process: str) -> bool:
+        """Whether the process named `process` holds its lock no more."""
+        if process == self.process:
+            return False
+        try:
+            fd = os.open(self._folder / f"{process}.lock", _FLAGS)
+        except FileNotFoundError:
+            return True
+        except OSError:
+            return False
+        try:
+            return _try_lock(fd)
+        finally:
+            os.close(fd)
+
+    @contextlib.contextmanager
+    def burying(self, process: str) -> Iterator[bool]:
+        """Hold a dead process' lock while its remains are removed; yields false when it lives.
+
+        The lock file is removed at the end.
+        """
+        path = self._folder / f"{process}.lock"
+        try:
+            fd = os.open(path, _FLAGS)
+        except FileNotFoundError:
+            yield process != self.process
+            return
+        try:
+            dead = process != self.process and _try_lock(fd)
+            yield dead
+            if dead:
+                with contextlib.suppress(OSError):
+                    path.unlink()
+        finally:
+            os.close(fd)

@@ -1,0 +1,445 @@
+"""Store: one root on one disk. Opens it, answers look-ups, reads and writes records, keeps the limits.
+
+It refuses nothing on policy grounds and knows no engine. Reading goes over one connection and writing
+over another; the methods that write or remove hold one lock, so that a process does one such thing at a
+time. Safe to call from several threads.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import shutil
+import threading
+from collections.abc import Callable, Collection, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from rewarm.errors import DamagedRecord, IndexFault, RootError, SettingsError
+from rewarm.format.layouts import decode_layout
+from rewarm.format.record import Header
+from rewarm.state.chain import Key
+from rewarm.state.layout import Layout
+from rewarm.state.plan import Child
+from rewarm.state.reason import Reason
+from rewarm.state.sequence import Array
+from rewarm.store import check
+from rewarm.store.commit import Committer, Outcome, Removal, Save
+from rewarm.store.disk import Disk
+from rewarm.store.entries import Entries, Entry
+from rewarm.store.files import Files, RecordName
+from rewarm.store.index import Index, Row
+from rewarm.store.lock import ProcessLock
+from rewarm.store.settings import FORMAT, Limits, Settings, default_limits
+
+log = logging.getLogger("rewarm.store")
+
+BUSY_TIMEOUT_S = 10.0
+MAX_BLOCK_TOKENS = 2**20
+
+
+class Source:
+    """The index as the planner sees it, without records that this process has found to be bad."""
+
+    def __init__(self, index: Index, bad: dict[Key, Reason]) -> None:
+        self._index = index
+        self._bad = bad
+
+    def n_present(self, blocks: Sequence[Key]) -> int:
+        """How many of `blocks` are there, from the first one on without a gap."""
+        n = self._index.n_present(blocks)
+        return next((i for i in range(n) if blocks[i] in self._bad), n)
+
+    def record(self, key: Key) -> Child | None:
+        """The record named `key`."""
+        return None if key in self._bad else self._index.child(key)
+
+    def before(self, parent: Key, tokens: bytes, *, points_only: bool) -> Child | None:
+        """The last record under `parent` at or before `tokens`."""
+        found = self._good(self._index.before(parent, tokens, is_point=True))
+        if points_only:
+            return found
+        block = self._good(self._index.before(parent, tokens, is_point=False))
+        return max((c for c in (found, block) if c), key=lambda c: c.tokens, default=None)
+
+    def behind(self, parent: Key, tokens: bytes) -> Child | None:
+        """The first record under `parent` at or behind `tokens`."""
+        pair = [self._good(self._index.behind(parent, tokens, is_point=point)) for point in (True, False)]
+        return min((c for c in pair if c), key=lambda c: c.tokens, default=None)
+
+    def _good(self, child: Child | None) -> Child | None:
+        return None if child is None or child.key in self._bad else child
+
+    def gone(self, key: Key) -> Reason | None:
+        """Why `key` is no longer there, as far as this process has seen."""
+        return self._bad.get(key)
+
+
+class Store:
+    """An open root.
+
+    Attributes:
+        root: the folder.
+        block_tokens: tokens per block.
+        rebuilt: whether opening had to build the index anew.
+    """
+
+    def __init__(self, root: Path, settings: Settings, disk: Disk) -> None:
+        self.root = root
+        self.block_tokens = settings.block_tokens
+        self.rebuilt = False
+        self._pid_lock = ProcessLock(root / "tmp")
+        self._files = Files(root, self._pid_lock.process, disk)
+        self._writing = threading.RLock()
+        self._bad: dict[Key, Reason] = {}
+        self._closed = False
+        try:
+            self._connect(settings)
+        except BaseException:
+            self._pid_lock.release()
+            raise
+
+    def _connect(self, settings: Settings) -> None:
+        path = self.root / "index.db"
+        fresh = not path.exists()
+        try:
+            self._open_index(path)
+        except IndexFault as fault:
+            if not fault.broken:
+                raise RootError(f"{path}: {fault}. Nothing was changed; try again, or use another folder.") from None
+            log.warning("%s is broken (%s): it is built anew from the records", path, fault)
+            for name in ("index.db", "index.db-wal", "index.db-shm"):
+                (self.root / name).unlink(missing_ok=True)
+            self._open_index(path)
+            fresh = True
+        self._committer.bury()
+        if fresh:
+            n = check.rebuild(self._committer, settings.pins)
+            self.rebuilt = n > 0
+            if n:
+                log.warning("the index was built anew from %d records; recency, hits and counters begin again", n)
+
+    def _open_index(self, path: Path) -> None:
+        self._index = Index(path, BUSY_TIMEOUT_S)
+        try:
+            path.chmod(0o600)
+            self._committer = Committer(self._index, self._files, self._pid_lock)
+            self._reader = Index(path, 0.5)
+            self._index.totals()
+        except IndexFault:
+            self._index.close()
+            raise
+
+    @classmethod
+    def open(
+        cls,
+        root: Path,
+        limits: Limits | None = None,
+        policy: dict[str, Any] | None = None,
+        block_tokens: int = 256,
+        disk: Disk | None = None,
+    ) -> Store:
+        """Open a root, made with mode 0700 when it is not there. All but `root` are for a new root.
+
+        Raises:
+            ValueError: an argument makes no sense.
+            SettingsError: `store.json` cannot be read.
+            RootError: the folder cannot be used.
+        """
+        if not 1 <= block_tokens <= MAX_BLOCK_TOKENS:
+            raise ValueError(f"block_tokens must be between 1 and {MAX_BLOCK_TOKENS}, not {block_tokens}")
+        if limits is not None:
+            limits.check()
+        root = root.absolute()
+        disk = disk or Disk()
+        try:
+            root.mkdir(mode=0o700, parents=True, exist_ok=True)
+            disk.make_folder(root / "tmp")
+            wanted = Settings(
+                format=FORMAT, block_tokens=block_tokens, limits=limits or Limits(), policy=policy or {}
+            )
+            settings = _settle_settings(root, wanted, disk)
+            return cls(root, settings, disk)
+        except SettingsError:
+            raise
+        except OSError as error:
+            raise RootError(
+                f"The cache folder {root} cannot be used: {error.strerror or error}. Nothing was changed. "
+                "Check that it can be written and that its disk is there, or choose another folder."
+            ) from error
+        except IndexFault as fault:
+            raise RootError(f"The index in {root} cannot be used: {fault}. The records are untouched.") from None
+
+    def close(self) -> None:
+        """Close the root; idempotent."""
+        with self._writing:
+            if self._closed:
+                return
+            self._closed = True
+            for index in (self._reader, self._index):
+                with contextlib.suppress(IndexFault):
+                    index.close()
+            self._pid_lock.release()
+
+    # Looking up and reading.
+
+    @contextlib.contextmanager
+    def looking(self, deadline_s: float) -> Iterator[Source]:
+        """The planner's view of the index, for at most `deadline_s`.
+
+        Raises:
+            TimeoutError: the time is over.
+            IndexFault: the index cannot be used.
+        """
+        with self._reader.deadline(deadline_s):
+            yield Source(self._reader, self._bad)
+
+    def layouts(self, fingerprint: bytes) -> list[Layout]:
+        """The layouts that a namespace has, or had, records of."""
+        return [_layout(spec) for spec in self._cached_specs(fingerprint)]
+
+    def _cached_specs(self, fingerprint: bytes) -> list[bytes]:
+        return self._reader.layouts(fingerprint)
+
+    def present(self, keys: Sequence[Key]) -> set[Key]:
+        """Those of `keys` that are there and not known to be bad."""
+        return {key for key in self._reader.present(keys) if key not in self._bad}
+
+    def read(self, name: RecordName) -> tuple[Header, dict[str, Array]]:
+        """A record, every byte checked.
+
+        Raises:
+            DamagedRecord, NewerFormat, OSError: see `Files.read`.
+        """
+        return self._files.read(name)
+
+    def mark_bad(self, name: RecordName, reason: Reason) -> None:
+        """From now on this process plans without the record; `settle_bad` deals with its file."""
+        self._bad[name.key] = reason
+
+    def settle_bad(self, name: RecordName, why: str, *, missing: bool) -> None:
+        """Quarantine a record that is still bad when it is read again, or take out the row of a missing one."""
+        with self._writing:
+            if missing:
+                self._committer.lost(name)
+            else:
+                try:
+                    self._files.read(name)
+                except DamagedRecord:
+                    self._committer.quarantine(name, why)
+                except OSError:
+                    return
+            self._bad.pop(name.key, None)
+
+    # Writing and removing.
+
+    def commit(self, save: Save, wanted: Collection[Key], now_s: float) -> Outcome:
+        """Write a save; see `Committer.write`."""
+        with self._writing:
+            outcome = self._committer.write(save, self.settings().limits, wanted, now_s)
+            for draft in save.drafts:
+                self._bad.pop(draft.name.key, None)
+            return outcome
+
+    def note_use(self, paths: Sequence[Sequence[Key]], hits: Sequence[Key], counts: dict[str, int], now_s: float) -> None:
+        """Store what was used since the last time: whole paths, ends that were restored, counters."""
+        with self._writing, self._index.transaction():
+            for path in paths:
+                self._index.use(path)
+            for end in hits:
+                self._committer.entries.matched(end, now_s)
+            for name, by in counts.items():
+                self._index.count(name, by)
+
+    def count_written(self, nbytes: int, day: int) -> None:
+        """Add to the bytes written ever and on `day` (days since 1970)."""
+        with self._writing, self._index.transaction():
+            if self._index.counters().get("day") != day:
+                self._index.set_counter("day", day)
+                self._index.set_counter("bytes_written_today", 0)
+            self._index.count("bytes_written", nbytes)
+            self._index.count("bytes_written_today", nbytes)
+
+    def sync(self, names: Sequence[RecordName]) -> None:
+        """Push records to the medium, and the index's log after them."""
+        for name in names:
+            self._files.sync(name)
+        with self._writing:
+            self._index.erase_log()
+
+    def entries(self) -> list[Entry]:
+        """All entries, latest match first."""
+        return Entries(self._reader).list()
+
+    def pin(self, entry_id: str, *, pinned: bool) -> bool:
+        """Pin or unpin an entry; whether it is there."""
+        key = bytes.fromhex(entry_id)
+        with self._writing, self._index.transaction():
+            found = self._committer.entries.pin(key, pinned=pinned)
+            settings = self.settings()
+            pins = tuple(pin for pin in settings.pins if pin != entry_id) + ((entry_id,) if pinned and found else ())
+            if pins != settings.pins:
+                self._replace(msgspec.structs.replace(settings, pins=pins))
+        return found
+
+    def forget(self, entry_id: str, *, dry_run: bool) -> Removal:
+        """Erase an entry and every record that only it needs."""
+        key = bytes.fromhex(entry_id)
+        with self._writing:
+            own = [self._index.row(child.key) for child in self._committer.entries.own(key)]
+            rows = [row for row in own if row is not None]
+            if dry_run:
+                return Removal().add(rows)
+            removed = self._committer.remove(rows, [key])
+            self._unpin([entry_id])
+            self._erase_traces()
+            return removed
+
+    def clear(self, fingerprint: bytes | None, *, dry_run: bool) -> Removal:
+        """Erase every record of one namespace, or of all; pins too."""
+        with self._writing:
+            fingerprints = [fingerprint] if fingerprint else [each[0] for each in self._index.namespaces()]
+            rows: list[Row] = []
+            for each in fingerprints:
+                rows += self._index.by_use(each)
+            if dry_run:
+                return Removal().add(rows)
+            ids: list[bytes] = []
+            with self._index.transaction():
+                for each in fingerprints:
+                    ids += self._committer.entries.delete_of(each)
+            removed = self._committer.remove(rows)
+            self._unpin([each.hex() for each in ids])
+            self._remove_quarantine(fingerprint is None)
+            self._erase_traces()
+            return removed
+
+    def _unpin(self, entry_ids: Collection[str]) -> None:
+        with self._index.transaction():
+            settings = self.settings()
+            pins = tuple(pin for pin in settings.pins if pin not in entry_ids)
+            if pins != settings.pins:
+                self._replace(msgspec.structs.replace(settings, pins=pins))
+
+    def _remove_quarantine(self, everything: bool) -> None:  # noqa: FBT001
+        if not everything:
+            return
+        with self._index.transaction():
+            for file_name, _ in self._index.quarantine():
+                if self._files.remove_quarantined(file_name):
+                    self._index.delete_quarantined(file_name)
+
+    def _erase_traces(self) -> None:
+        """Deleted rows are overwritten (`secure_delete`); make the log forget them too."""
+        with contextlib.suppress(IndexFault):
+            self._index.erase_log()
+
+    # Settings, usage, checks.
+
+    def settings(self) -> Settings:
+        """What `store.json` says now.
+
+        Raises:
+            SettingsError: it cannot be read.
+        """
+        return _read_settings(self.root)
+
+    def _replace(self, settings: Settings) -> None:
+        self._files.replace(self.root / "store.json", settings.encode())
+
+    def set_limits(self, limits: Limits) -> Removal:
+        """Change the limits that are given, at once; what had to be evicted."""
+        limits.check()
+        with self._writing:
+            with self._index.transaction():
+                settings = self.settings()
+                merged = limits.over(settings.limits)
+                self._replace(msgspec.structs.replace(settings, limits=merged))
+            return self._committer.shrink(merged)
+
+    def usage(self) -> dict[str, int]:
+        """Bytes and files that the limits count, and the counters."""
+        totals = self._reader.totals()
+        return {
+            **self._reader.counters(),
+            "bytes_used": totals.nbytes + self._reader.own_nbytes(),
+            "files_used": totals.n_files,
+            "index_bytes": self._reader.own_nbytes(),
+        }
+
+    def namespaces(self) -> list[tuple[bytes, int, int]]:
+        """Fingerprint, files and bytes of each namespace."""
+        return self._reader.namespaces()
+
+    def describe(self, fingerprint: bytes, description: bytes) -> None:
+        """Write `identity.json` of a namespace, when it says something else than is there."""
+        path = self.root / fingerprint.hex() / "identity.json"
+        if path.is_file() and path.read_bytes() == description:
+            return
+        self._files.disk.make_folder(path.parent)
+        self._files.replace(path, description)
+
+    def descriptions(self) -> Iterator[tuple[bytes, bytes]]:
+        """Fingerprint and `identity.json` of each namespace that has one."""
+        for path in sorted(self.root.glob("*/identity.json")):
+            if len(path.parent.name) == 64 and not path.is_symlink():
+                with contextlib.suppress(OSError, ValueError):
+                    yield bytes.fromhex(path.parent.name), path.read_bytes()
+
+    def verify(self) -> check.Report:
+        """Read every record; changes nothing."""
+        with self._writing:
+            return check.verify(self._committer)
+
+    def repair(self) -> int:
+        """Build the index anew from the files, keeping the counters; how many records it has."""
+        with self._writing:
+            with self._index.transaction():
+                self._committer.finish_dead()
+                self._index.empty()
+            n = check.rebuild(self._committer, self.settings().pins)
+            self._bad.clear()
+            self._committer.shrink(self.settings().limits)
+            return n
+
+
+def _layout(spec: bytes, _seen: dict[bytes, Layout] = {}) -> Layout:  # noqa: B006
+    if spec not in _seen:
+        _seen[spec] = decode_layout(spec)
+    return _seen[spec]
+
+
+def _read_settings(root: Path) -> Settings:
+    path = root / "store.json"
+    try:
+        return Settings.decode(path.read_bytes(), path)
+    except OSError as error:
+        raise SettingsError(
+            f"{path} cannot be read: {error.strerror or error}. The records are untouched."
+        ) from error
+
+
+def _settle_settings(root: Path, wanted: Settings, disk: Disk) -> Settings:
+    """The settings of a root; of a new one, `wanted` with defaults for what it leaves out."""
+    path = root / "store.json"
+    if path.exists():
+        settings = _read_settings(root)
+        asked = wanted.limits.over(settings.limits)
+        if asked != settings.limits:
+            log.warning("%s has limits of its own, which stay in force: change them with set_limits", root)
+        return settings
+    usage = shutil.disk_usage(root)
+    limits = wanted.limits.over(default_limits(usage.free, usage.total))
+    settings = msgspec.structs.replace(wanted, limits=limits)
+    # Two processes may make the same root at once: the first one's settings stand.
+    temporary = ProcessLock(root / "tmp")
+    try:
+        Files(root, temporary.process, disk).replace_new(path, settings.encode())
+    finally:
+        temporary.release()
+    return _read_settings(root)
+
+
+Clock = Callable[[], float]
