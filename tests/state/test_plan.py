@@ -35,6 +35,7 @@ class Table:
     records: dict[Key, tuple[Key, Child]] = field(default_factory=dict)
     holes: dict[Key, Reason] = field(default_factory=dict)
     n_lookups: int = 0
+    longest: int = 0
 
     def root(self) -> Key:
         return root_key(self.size, b"f" * 32, self.layout.digest, b"")
@@ -70,12 +71,14 @@ class Table:
 
     def before(self, parent: Key, tokens: bytes, *, points_only: bool) -> Child | None:
         self.n_lookups += 1
+        self.longest = max(self.longest, len(tokens))
         found = self._siblings(parent, points_only=points_only)
         i = bisect.bisect_right([child.tokens for child in found], tokens)
         return found[i - 1] if i else None
 
     def behind(self, parent: Key, tokens: bytes) -> Child | None:
         self.n_lookups += 1
+        self.longest = max(self.longest, len(tokens))
         found = self._siblings(parent, points_only=False)
         i = bisect.bisect_left([child.tokens for child in found], tokens)
         return found[i] if i < len(found) else None
@@ -255,6 +258,15 @@ def test_the_number_of_look_ups_does_not_grow_with_the_siblings(n_siblings: int,
     table.n_lookups = 0
     table.plan([1, 2, n_siblings + 1, 4, 5, 6])
     assert table.n_lookups <= 6
+
+
+@pytest.mark.parametrize("layout", [ROWS_ONLY, HYBRID], ids=["rows", "hybrid"])
+def test_no_look_up_carries_more_than_a_block(layout: Layout) -> None:
+    """Else a long prompt without a restore point costs its length once per block."""
+    table = Table(layout, 8)
+    table.save(range(400))
+    table.plan([*range(399), 0, 0])
+    assert table.longest <= 8 * 9
 
 
 @given(st.lists(st.integers(0, 3), max_size=8), st.lists(st.integers(0, 3), max_size=8))
