@@ -14,6 +14,7 @@ from pathlib import Path
 _BINARY = getattr(os, "O_BINARY", 0)
 _NOFOLLOW = getattr(os, "O_NOFOLLOW", 0)
 _CLOEXEC = getattr(os, "O_CLOEXEC", 0)
+_NONBLOCK = getattr(os, "O_NONBLOCK", 0)
 
 
 class Disk:
@@ -24,8 +25,8 @@ class Disk:
         return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | _BINARY | _NOFOLLOW | _CLOEXEC, 0o600)
 
     def open(self, path: Path) -> int:
-        """Open a file for reading; a symbolic link is refused."""
-        return os.open(path, os.O_RDONLY | _BINARY | _NOFOLLOW | _CLOEXEC)
+        """Open a file for reading; a symbolic link is refused, and a named pipe is not waited for."""
+        return os.open(path, os.O_RDONLY | _BINARY | _NOFOLLOW | _CLOEXEC | _NONBLOCK)
 
     def write(self, fd: int, data: memoryview) -> int:
         """Write some of `data` at the file's position; the number of bytes written."""

@@ -11,6 +11,7 @@ import contextlib
 import itertools
 import os
 import re
+import stat
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -159,6 +160,8 @@ class Files:
         fd = self.disk.open(path)
         try:
             status = self.disk.stat(fd)
+            if not stat.S_ISREG(status.st_mode):
+                raise DamagedRecord(f"{name.file_name} is no plain file")
             if hasattr(os, "geteuid") and status.st_uid != os.geteuid():
                 raise PermissionError(f"{name.file_name} belongs to another user")
             yield fd, status.st_size
