@@ -29,6 +29,7 @@ OPERATIONS = (
     "sync",
     "close",
     "rename",
+    "link",
     "unlink",
     "make_folder",
     "list_folder",
@@ -174,6 +175,11 @@ class FaultyDisk(Disk):
         """As the real disk, or a fault."""
         self._meet("rename")
         super().rename(source, target)
+
+    def link(self, source: Path, target: Path) -> None:
+        """As the real disk, or a fault."""
+        self._meet("link")
+        super().link(source, target)
 
     def unlink(self, path: Path) -> None:
         """As the real disk, or a fault."""
