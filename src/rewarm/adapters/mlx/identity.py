@@ -1,0 +1,127 @@
+"""What the KV of a model in mlx-lm depends on: its files, its settings and the engine.
+
+Two ways: from the model's files, which must be asked *before* the engine loads them (the files are
+stat'ed at that moment), or from a live model whose files are not known, by the bytes of its parameters.
+Knows nothing of caches and tokens.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.metadata
+import inspect
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import blake3
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+from mlx.utils import tree_flatten
+
+from rewarm.adapters.mlx import codec
+from rewarm.state.identity import Identity
+
+ENGINE = "mlx-lm"
+
+Stamp = tuple[tuple[str, int, int, int, int], ...]
+"""Of each file: name, size, mtime and ctime in ns, inode."""
+
+
+def engine_settings() -> dict[str, Any]:
+    """The fields that the engine gives. Until a probe exists, another version is another engine."""
+    mlx_minor = ".".join(importlib.metadata.version("mlx").split(".")[:2])
+    return {
+        "engine": ENGINE,
+        "engine_epoch": f"mlx-lm {importlib.metadata.version('mlx-lm')}, mlx {mlx_minor}",
+        "codec": codec.VERSION,
+    }
+
+
+def from_files(model: Path, adapter: Path | None = None, settings: Mapping[str, Any] | None = None) -> Identity:
+    """The identity of the model in the folder `model`; call it before the engine reads the files.
+
+    Args:
+        model: the folder with the weights and `config.json`.
+        adapter: the folder of a trained adapter (LoRA and such), hashed here.
+        settings: whatever else changes the KV, such as its quantisation.
+
+    Raises:
+        OSError: the adapter's files cannot be read.
+    """
+    extra = {"adapter": digest_files(adapter)} if adapter is not None else {}
+    # A model may bring its own class (`model_file` in its config): its source decides as weights do.
+    if code := digest_files(model, "*.py"):
+        extra["model_code"] = code
+    return Identity.from_model(model, **engine_settings(), **extra, **(settings or {}))
+
+
+def from_live_model(model: nn.Module) -> Identity:
+    """The identity of a model in memory: parameters, arguments, and the source of its class.
+
+    Reads every parameter, on the calling thread, which must be the one that generates.
+    """
+    hasher = blake3.blake3(max_threads=blake3.blake3.AUTO)
+    for name, array in sorted(tree_flatten(model.parameters())):
+        mx.eval(array)
+        bits = array.view(mx.uint16) if array.dtype == mx.bfloat16 else array
+        head = f"{name}\0{array.dtype}\0{array.shape}\0".encode()
+        hasher.update(len(head).to_bytes(8, "little") + head)
+        hasher.update(np.ascontiguousarray(np.array(bits, copy=False)).reshape(-1).view(np.uint8))
+    fields = {
+        **engine_settings(),
+        "parameters": hasher.hexdigest(),
+        "model_class": f"{type(model).__module__}.{type(model).__qualname__}",
+        "model_args": repr(_arguments(model)),
+        "model_source": _source(type(model)),
+        "modules": _modules(model),
+    }
+    return Identity(fields, name=type(model).__module__.rsplit(".", 1)[-1])
+
+
+def stamp(folders: Iterable[Path]) -> Stamp:
+    """What tells, without reading, that no file of `folders` has changed. A missing folder is empty."""
+    files = sorted(path for folder in folders for path in folder.glob("*") if path.is_file())
+    stats = [(str(path), path.stat()) for path in files]
+    return tuple((name, s.st_size, s.st_mtime_ns, s.st_ctime_ns, s.st_ino) for name, s in stats)
+
+
+def digest_files(folder: Path, pattern: str = "*") -> dict[str, str]:
+    """BLAKE3 of each file in `folder`, by name.
+
+    Raises:
+        OSError: the folder or a file cannot be read.
+    """
+    found = {}
+    for path in sorted(folder.glob(pattern)):
+        if path.is_file():
+            hasher = blake3.blake3(max_threads=blake3.blake3.AUTO)
+            hasher.update_mmap(path) if path.stat().st_size else None
+            found[path.name] = hasher.hexdigest()
+    return found
+
+
+def _arguments(model: nn.Module) -> Any:
+    args = getattr(model, "args", None)
+    if dataclasses.is_dataclass(args) and not isinstance(args, type):
+        return sorted(dataclasses.asdict(args).items())
+    return args
+
+
+def _modules(model: nn.Module) -> str:
+    """The digest of every module's class and plain attributes: a LoRA layer's scale is no parameter."""
+    hasher = blake3.blake3()
+    for name, module in sorted(model.named_modules(), key=lambda pair: pair[0]):
+        plain = {k: v for k, v in vars(module).items() if k[0] != "_" and isinstance(v, int | float | str)}
+        hasher.update(f"{name}\0{type(module).__qualname__}\0{sorted(plain.items())}\0".encode())
+    return str(hasher.hexdigest())
+
+
+def _source(cls: type) -> str:
+    """The digest of the module that defines `cls`; of its name only where there is no source to read."""
+    try:
+        text = inspect.getsource(inspect.getmodule(cls) or cls)
+    except (OSError, TypeError):
+        text = f"{cls.__module__}.{cls.__qualname__}"
+    return str(blake3.blake3(text.encode()).hexdigest())

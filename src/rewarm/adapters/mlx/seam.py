@@ -1,0 +1,357 @@
+"""The seam in `mlx_lm.server`: its prompt cache, model provider and generator, with the disk beneath.
+
+mlx-lm's own memory tier stays as it is and answers first; the disk serves when it has more. All methods
+here run on the generation thread, but for those that say otherwise. Knows nothing of HTTP.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import mlx_lm.server as engine
+from mlx_lm.generate import batch_generate, stream_generate
+from mlx_lm.models.cache import can_trim_prompt_cache, trim_prompt_cache
+from mlx_lm.utils import _download
+
+from rewarm.adapters.mlx import codec, identity
+from rewarm.adapters.mlx.disk_tier import DiskTier
+from rewarm.cache.prefix_cache import PrefixCache
+from rewarm.state.identity import Identity
+from rewarm.state.reason import Boundary, Reason
+
+log = logging.getLogger(__name__)
+
+_IN_FLIGHT = 64
+"""Prompts remembered, to tell a prompt's end from a reply's end."""
+
+_IDENTITY_WAIT_S = 5.0
+"""At the start, before any request: how long to wait for the weights' hash."""
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """What the cache did for one request; the object `rewarm` beside a reply's `usage`.
+
+    Attributes:
+        cached_tokens: prompt tokens that were not evaluated.
+        disk_tokens: those of them that came from the disk.
+        memory_tokens: those that the engine still held.
+        prompt_tokens: all of the prompt.
+        reason: why not more; a `Reason`'s value.
+        detail: the same as a sentence, or "".
+        restore_s: seconds spent on finding and restoring.
+    """
+
+    cached_tokens: int = 0
+    disk_tokens: int = 0
+    memory_tokens: int = 0
+    prompt_tokens: int = 0
+    reason: str = Reason.NOTHING_STORED.value
+    detail: str = ""
+    restore_s: float = 0.0
+
+    def as_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        return asdict(self)
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """The model that the engine has loaded.
+
+    Attributes:
+        key: the engine's own key, of names.
+        stamp: what its files looked like before they were read: the same names with other files are another
+            model, for the memory tier too.
+        tier: its share of the disk, or None.
+        why_not: why there is no tier.
+    """
+
+    key: Any
+    stamp: identity.Stamp
+    tier: DiskTier | None
+    why_not: tuple[Reason, str]
+
+
+class ModelProvider(engine.ModelProvider):  # type: ignore[misc]
+    """Loads models; knows each one's identity before the engine reads its files.
+
+    Attributes:
+        loaded: the model in use, or None.
+    """
+
+    def __init__(self, cli_args: Any, cache: PrefixCache | None, why_not: tuple[Reason, str]) -> None:
+        super().__init__(cli_args)
+        self.loaded: Loaded | None = None
+        self._cache = cache
+        self._why_not = why_not
+        if cli_args.model:
+            # The folder's name and full path name the model too, so that a client may use what it was shown.
+            for name in {Path(cli_args.model).name, str(Path(cli_args.model).resolve())}:
+                self._model_map.setdefault(name, cli_args.model)
+                self._adapter_map.setdefault(name, cli_args.adapter_path)
+
+    def _load(self, model_path: str, adapter_path: str | None = None, draft_model_path: str | None = None) -> None:
+        first = self.loaded is None
+        # Raises as the engine would for a model that cannot be had, and leaves the one that is loaded alone.
+        folders = [Path(path) for path in (_download(model_path), adapter_path) if path is not None]
+        self.loaded = None
+        before = identity.stamp(folders)
+        known, why_not = self._identify(folders, draft_model_path)
+        super()._load(model_path, adapter_path, draft_model_path)
+        if known is not None and identity.stamp(folders) != before:
+            known, why_not = (
+                None,
+                (Reason.UNAVAILABLE, "The model's files changed while they were being loaded."),
+            )
+        tier = None
+        if known is not None and self._cache is not None:
+            try:
+                tier = DiskTier(self._cache, known, self.model)
+            except codec.UnsupportedCache as error:
+                why_not = (Reason.DISABLED, f"This model is served uncached: {error}.")
+        if tier is None and why_not[1]:
+            log.warning("rewarm: %s", why_not[1])
+        self.loaded = Loaded(self.model_key, before, tier, why_not)
+        if tier is not None and known is not None and first:
+            known.wait(_IDENTITY_WAIT_S)
+        _warm_up(self.model, self.tokenizer, batchable=self.is_batchable)
+
+    def _identify(self, folders: Sequence[Path], draft: str | None) -> tuple[Identity | None, tuple[Reason, str]]:
+        """The identity of the model in `folders`, or the reason why it is served uncached."""
+        if self._cache is None:
+            return None, self._why_not
+        if draft is not None:
+            return None, (Reason.DISABLED, "With a draft model, requests are served uncached.")
+        if self.is_distributed:
+            return None, (Reason.DISABLED, "With more than one machine, requests are served uncached.")
+        args = self.cli_args
+        kv = {
+            "kv_bits": args.kv_bits,
+            "kv_group_size": args.kv_group_size,
+            "kv_start": args.quantized_kv_start,
+        }
+        settings = kv if args.kv_bits is not None else {}
+        try:
+            return identity.from_files(folders[0], *folders[1:2], settings=settings), (Reason.HIT, "")
+        except OSError as error:
+            return None, (Reason.UNAVAILABLE, f"The model's files cannot be read: {error}.")
+
+
+class StoredPromptCache(engine.LRUPromptCache):  # type: ignore[misc]
+    """mlx-lm's memory tier, and the disk beneath it.
+
+    Args:
+        max_size: sequences held in memory.
+        provider: knows the model in use.
+
+    Attributes:
+        keep_rest: tokens that the next fetch must leave to evaluate: 1, or more where penalties look back.
+    """
+
+    def __init__(self, max_size: int, provider: ModelProvider) -> None:
+        super().__init__(max_size)
+        self.keep_rest = 1
+        self._provider = provider
+        self._prompts: deque[list[int]] = deque(maxlen=_IN_FLIGHT)
+        self._report = Report()
+        self._context: Any = None
+
+    def fetch_nearest_cache(self, model: Any, tokens: list[int]) -> tuple[list[Any] | None, list[int]]:
+        """The longest known prefix's caches and the rest of `tokens`, of at least `keep_rest` tokens."""
+        at_most = max(0, len(tokens) - self.keep_rest)
+        caches, rest = super().fetch_nearest_cache(self._key(model), tokens)
+        n_memory = len(tokens) - len(rest)
+        if caches is None or n_memory > at_most:
+            caches, n_memory = _shortened(caches, n_memory, at_most)
+        self._prompts.append(tokens)
+        try:
+            caches, report = self._fetch_from_disk(model, tokens, caches, n_memory, at_most)
+        except Exception:
+            # The last line of defence: whatever goes wrong in the cache, the request is served without it.
+            log.exception("rewarm: fetching failed; the request is served without the disk")
+            report = _memory_report(n_memory, len(tokens), Reason.UNAVAILABLE, "The disk cache failed; see the log.")
+        self._tell(report)
+        return caches, tokens[report.cached_tokens :]
+
+    def insert_cache(
+        self, model: Any, tokens: list[int], prompt_cache: list[Any], *, cache_type: str = "assistant"
+    ) -> None:
+        """Keep a state in memory; at a system's end and at a reply's end on disk too."""
+        boundary = self._boundary(tokens, cache_type)
+        loaded = self._provider.loaded
+        if boundary is not None and loaded is not None and loaded.tier is not None and loaded.key == model:
+            try:
+                if not _has_images(tokens):
+                    loaded.tier.save(tokens, prompt_cache, boundary)
+            except Exception:
+                # As above: a reply that was given is not taken back because it could not be kept.
+                log.exception("rewarm: saving failed; this reply is not kept on disk")
+        super().insert_cache(self._key(model), tokens, prompt_cache, cache_type=cache_type)
+
+    def begin(self, context: Any) -> None:
+        """Attach the report of this request to `context`: the last fetch's, or the next one's to come."""
+        context.rewarm = self._report
+        self._context = context
+
+    def expect_fetch(self) -> None:
+        """The engine will make its context before it fetches: forget the last report."""
+        self._report = Report()
+
+    def _tell(self, report: Report) -> None:
+        self._report = report
+        if self._context is not None and self._context.prompt_cache_count < 0:
+            self._context.rewarm = report
+        self._context = None
+
+    def _fetch_from_disk(
+        self, model: Any, tokens: list[int], caches: list[Any] | None, n_memory: int, at_most: int
+    ) -> tuple[list[Any] | None, Report]:
+        loaded = self._provider.loaded
+        if loaded is None or loaded.tier is None or loaded.key != model:
+            why = loaded.why_not if loaded is not None else (Reason.UNAVAILABLE, "")
+            return caches, _memory_report(n_memory, len(tokens), *why)
+        if _has_images(tokens):
+            why = (Reason.DISABLED, "Requests with images are served without the disk cache.")
+            return caches, _memory_report(n_memory, len(tokens), *why)
+        if at_most == 0:
+            return None, _memory_report(0, len(tokens), Reason.TOO_SHORT, "All of this prompt must be evaluated.")
+        found = loaded.tier.restore(tokens, at_most=at_most, longer_than=n_memory)
+        if found.caches is None:
+            reason, detail = (Reason.HIT, "") if n_memory == at_most else (found.reason, found.detail)
+            return caches, _memory_report(n_memory, len(tokens), reason, detail, found.took_s)
+        n = found.n_tokens
+        return found.caches, Report(n, n, 0, len(tokens), found.reason.value, found.detail, found.took_s)
+
+    def _boundary(self, tokens: list[int], cache_type: str) -> Boundary | None:
+        """What ends here for the disk. Inside a prompt only a system's end does: rows can be cut anywhere."""
+        n = len(tokens)
+        if cache_type == "system":
+            return Boundary.SYSTEM
+        inside = any(len(prompt) > n and prompt[:n] == tokens for prompt in self._prompts)
+        return None if inside else Boundary.ASSISTANT
+
+    def _key(self, model: Any) -> Any:
+        loaded = self._provider.loaded
+        return (model, loaded.stamp) if loaded is not None and loaded.key == model else model
+
+
+class ResponseGenerator(engine.ResponseGenerator):  # type: ignore[misc]
+    """mlx-lm's generator; tells each request's context what the cache did for it.
+
+    Args:
+        provider: loads models.
+        prompt_cache: both tiers.
+        on_end: called on the generation thread when it ends by itself, with what went wrong.
+
+    Attributes:
+        ready: set when the model of the command line is loaded, or at once if there is none.
+    """
+
+    def __init__(self, provider: ModelProvider, prompt_cache: StoredPromptCache, on_end: Callable[[str], None]) -> None:
+        self.ready = threading.Event()
+        self._on_end = on_end
+        super().__init__(provider, prompt_cache)
+
+    @property
+    def is_healthy(self) -> bool:
+        """Whether a request can be served now (any thread)."""
+        return self.ready.is_set() and bool(self.generation_available())
+
+    def stop(self, timeout: float) -> bool:
+        """Ask the generation thread to end and wait for it; False if it is still busy (any thread)."""
+        self._stop = True
+        self._generation_thread.join(timeout)
+        return not self._generation_thread.is_alive()
+
+    def _run_generate(self) -> None:
+        try:
+            self._generate()
+        except Exception as error:
+            log.exception("rewarm: the generation thread ended")
+            self._generation_failed = True
+            self._on_end(f"{type(error).__name__}: {error}")
+
+    def _generate(self) -> None:
+        # The engine loads the default model first thing in here; loading it now makes that a no-op and tells
+        # when the model is there.
+        self.model_provider.load_default()
+        self.ready.set()
+        super()._generate()
+
+    def _next_request(self, timeout: float | None = None) -> Any:
+        request = super()._next_request(timeout)
+        if request is None:
+            return None
+        queue, *others = request
+        return (_ContextQueue(queue, self.prompt_cache.begin), *others)
+
+    def _serve_single(self, request: Any, stream: Any) -> None:
+        _, _, args = request
+        self.prompt_cache.keep_rest = _tokens_looked_at(args.logits)
+        self.prompt_cache.expect_fetch()
+        try:
+            super()._serve_single(request, stream)
+        finally:
+            self.prompt_cache.keep_rest = 1
+
+
+class _ContextQueue:
+    """A request's queue that shows the context to `begin` on its way to the handler."""
+
+    def __init__(self, queue: Any, begin: Callable[[Any], None]) -> None:
+        self._queue = queue
+        self._begin = begin
+
+    def put(self, item: Any) -> None:
+        if isinstance(item, engine.GenerationContext):
+            self._begin(item)
+        self._queue.put(item)
+
+
+def _tokens_looked_at(logits: Any) -> int:
+    """How many prompt tokens the penalties look at.
+
+    Served one at a time, they see only the tokens that the engine evaluates itself: fewer than these, and
+    the reply would differ from one that began cold. A context of 0 means all tokens.
+    """
+    contexts = [1]
+    for name in ("repetition", "presence", "frequency"):
+        if getattr(logits, f"{name}_penalty"):
+            contexts.append(getattr(logits, f"{name}_context_size") or 2**62)
+    return max(contexts)
+
+
+def _shortened(caches: list[Any] | None, n: int, at_most: int) -> tuple[list[Any] | None, int]:
+    """`caches` of `n` tokens, cut to `at_most`; none where nothing is left or they cannot be cut."""
+    if caches is None or at_most == 0 or not can_trim_prompt_cache(caches):
+        return None, 0
+    trim_prompt_cache(caches, n - at_most)
+    return caches, at_most
+
+
+def _memory_report(n: int, n_prompt: int, reason: Reason, detail: str, took_s: float = 0.0) -> Report:
+    return Report(n, 0, n, n_prompt, reason.value, detail, took_s)
+
+
+def _has_images(tokens: Sequence[int]) -> bool:
+    """mlx-lm puts negative numbers made from an image's content in the place of its tokens."""
+    return any(token < 0 for token in tokens)
+
+
+def _warm_up(model: Any, tokenizer: Any, *, batchable: bool) -> None:
+    """Evaluate a few tokens, so that the first request does not pay for compiling MLX's kernels."""
+    tokens = [next(iter(tokenizer.eos_token_ids), 0)] * 4
+    try:
+        if batchable:
+            batch_generate(model, tokenizer, [tokens], max_tokens=2)
+        else:
+            list(stream_generate(model, tokenizer, tokens, max_tokens=2))
+    except Exception:
+        log.warning("rewarm: warming up failed; the first request will be slower", exc_info=True)
