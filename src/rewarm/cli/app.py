@@ -1,0 +1,37 @@
+"""The table of commands. Every command's file is light to import; what is heavy comes through `extras`."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+import rewarm
+from rewarm.cli.demo import demo
+from rewarm.cli.mlx_lm import SETTINGS, mlx_lm
+
+app = typer.Typer(
+    name="rewarm",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+)
+
+app.command("mlx-lm", context_settings=SETTINGS)(mlx_lm)
+app.command("demo")(demo)
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"rewarm {rewarm.__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _rewarm(
+    _: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version and exit.")
+    ] = False,
+) -> None:
+    """Keep the KV cache of local language models on disk, and give it back."""

@@ -1,0 +1,63 @@
+"""What a command needs beyond the core, imported when the command runs and no sooner.
+
+So `rewarm --help`, `ls` and `clear` work where no engine and no gateway is installed. Knows which extra
+brings which package, and nothing of what they do.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from rewarm.errors import EngineError
+
+EXTRAS = {
+    "cli": ("rich", "typer"),
+    "mlx": ("mlx", "mlx_lm", "tokenizers", "transformers"),
+    "llama": ("xllamacpp",),
+    "gateway": ("fastapi", "httpx", "nicegui", "prometheus_client", "pydantic_settings", "uvicorn"),
+}
+"""The packages that each optional extra of rewarm brings, by the names they are imported under."""
+
+
+def mlx_lm_main() -> Callable[[list[str]], int]:
+    """The worker's main function: takes its arguments, gives its exit code.
+
+    Raises:
+        EngineError: mlx-lm is not installed.
+    """
+    with needs("mlx"):
+        from rewarm.adapters.mlx.server import main
+    return main
+
+
+def bundled_model(progress: Callable[[float, str], None]) -> Path:
+    """The folder of the bundled model, converted now if it is not there yet.
+
+    Raises:
+        EngineError: mlx-lm or the package with the weights is not installed, or the conversion failed.
+    """
+    with needs("mlx"):
+        import mlx_lm.server  # noqa: F401 - asks now, so that no worker is started in vain
+
+        from rewarm.adapters.mlx import bundled
+    return bundled.ensure(progress)
+
+
+@contextlib.contextmanager
+def needs(extra: str) -> Iterator[None]:
+    """Turn the import error of a package that `extra` brings into advice.
+
+    Raises:
+        EngineError: such a package is not installed.
+    """
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        if (error.name or "").partition(".")[0] not in EXTRAS[extra]:
+            raise
+        raise EngineError(
+            f"This command needs the Python package {error.name}, which is not installed. "
+            f"Install it with: pip install 'rewarm[{extra}]'"
+        ) from None
