@@ -28,9 +28,7 @@ _decoder = msgspec.msgpack.Decoder(_Layout)
 
 def encode_layout(layout: Layout) -> bytes:
     """`layout` as bytes."""
-    tensors = tuple(
-        _Spec(s.name, s.kind, s.dtype, s.storage, s.axis, s.shape, s.size, s.keep) for s in layout.tensors
-    )
+    tensors = tuple(_Spec(s.name, s.kind, s.dtype, s.storage, s.axis, s.shape, s.size, s.keep) for s in layout.tensors)
     return msgspec.msgpack.encode(_Layout(tensors, layout.valid_from))
 
 

@@ -296,20 +296,9 @@ def _check_header(header: Header) -> None:
 
 
 def _check_table(header: Header, payload_nbytes: int) -> None:
-    at, n_own = 0, len(header.tokens) // 8
+    at = 0
     for entry in header.tensors:
-        if not STORAGE.fullmatch(entry.storage) or len(entry.checksum) != 16:
-            raise DamagedRecord(f"tensor {entry.name!r} has an impossible element type or checksum")
-        if len(entry.shape) > _MAX_AXES or not all(0 <= length < _END_OF_COUNTS for length in entry.shape):
-            raise DamagedRecord(f"tensor {entry.name!r} has an impossible shape")
-        if not 0 <= entry.axis <= len(entry.shape) or entry.rows < 0:
-            raise DamagedRecord(f"tensor {entry.name!r} has an impossible shape")
-        if entry.kind == "rows" and entry.rows != n_own:
-            raise DamagedRecord(f"tensor {entry.name!r} has {entry.rows} rows for {n_own} tokens")
-        if entry.kind == "window" and not _window_fits(entry, header):
-            raise DamagedRecord(f"tensor {entry.name!r} does not hold its window's rows")
-        if header.kind == "block" and entry.kind != "rows":
-            raise DamagedRecord(f"tensor {entry.name!r} is no tensor of rows")
+        _check_entry(entry, header)
         length = math.prod(entry.stored_shape()) * np.dtype(entry.storage).itemsize
         if entry.length != length or entry.offset != at:
             raise DamagedRecord(f"tensor {entry.name!r} does not lie where it should")
@@ -320,6 +309,22 @@ def _check_table(header: Header, payload_nbytes: int) -> None:
         raise DamagedRecord("two tensors have one name")
     if header.kind == "point" and header.read_layout().digest != header.layout:
         raise DamagedRecord("its layout is not that of its tensors")
+
+
+def _check_entry(entry: TensorEntry, header: Header) -> None:
+    n_own = len(header.tokens) // 8
+    if not STORAGE.fullmatch(entry.storage) or len(entry.checksum) != 16:
+        raise DamagedRecord(f"tensor {entry.name!r} has an impossible element type or checksum")
+    if len(entry.shape) > _MAX_AXES or not all(0 <= length < _END_OF_COUNTS for length in entry.shape):
+        raise DamagedRecord(f"tensor {entry.name!r} has an impossible shape")
+    if not 0 <= entry.axis <= len(entry.shape) or entry.rows < 0:
+        raise DamagedRecord(f"tensor {entry.name!r} has an impossible shape")
+    if entry.kind == "rows" and entry.rows != n_own:
+        raise DamagedRecord(f"tensor {entry.name!r} has {entry.rows} rows for {n_own} tokens")
+    if entry.kind == "window" and not _window_fits(entry, header):
+        raise DamagedRecord(f"tensor {entry.name!r} does not hold its window's rows")
+    if header.kind == "block" and entry.kind != "rows":
+        raise DamagedRecord(f"tensor {entry.name!r} is no tensor of rows")
 
 
 def _window_fits(entry: TensorEntry, header: Header) -> bool:

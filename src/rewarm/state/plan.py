@@ -11,7 +11,7 @@ point that is a prefix of the prompt, and whose blocks and window rows are there
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 from rewarm.state.chain import Chain, Key, Tokens, common_prefix, from_ordered, ordered
@@ -75,6 +75,7 @@ class Plan:
         n: tokens that the restored state will cover; 0 at a miss.
         blocks: the full blocks to read, in order.
         tail: the record whose first rows are those of tokens `[len(blocks) * block size, n)`.
+        tail_is_point: `tail` is a point, else a block.
         exact: `tail` is a point that ends at `n` itself, so its `meta` belongs to the state.
         points: the points whose window runs are needed, latest first; begins with `tail` when exact.
         reason: why `n` is not larger.
@@ -84,6 +85,7 @@ class Plan:
     n: int = 0
     blocks: tuple[Key, ...] = ()
     tail: Key | None = None
+    tail_is_point: bool = False
     exact: bool = False
     points: tuple[Key, ...] = ()
     reason: Reason = Reason.NOTHING_STORED
@@ -102,7 +104,7 @@ def plan(layout: Layout, chain: Chain, source: Source) -> Plan:
     shared = _shared(chain, source, n_blocks)
     found = _cut(layout, chain, source, shared) if layout.rows_only else _at_point(layout, chain, source, n_blocks)
     reason, detail = _why_not_more(chain, source, shared, found.n)
-    return Plan(found.n, found.blocks, found.tail, found.exact, found.points, reason, detail)
+    return replace(found, reason=reason, detail=detail)
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,8 +147,9 @@ def _cut(layout: Layout, chain: Chain, source: Source, shared: _Shared) -> Plan:
     blocks = tuple(chain.blocks()[: n // chain.block_tokens])
     own = source.record(chain.point(n))
     if own is not None:
-        return Plan(n, blocks, own.key, exact=True, points=(own.key,))
-    return Plan(n, blocks, shared.neighbour.key if shared.neighbour else None)
+        return Plan(n, blocks, own.key, tail_is_point=True, exact=True, points=(own.key,))
+    other = shared.neighbour
+    return Plan(n, blocks, other.key, tail_is_point=other.is_point) if other else Plan(n, blocks)
 
 
 def _at_point(layout: Layout, chain: Chain, source: Source, n_blocks: int) -> Plan:
@@ -164,7 +167,8 @@ def _at_point(layout: Layout, chain: Chain, source: Source, n_blocks: int) -> Pl
                 continue
             points = window_path(layout, child, source)
             if points and child.n >= max(1, layout.valid_from):
-                return Plan(child.n, tuple(chain.blocks()[:i]), child.key, exact=True, points=points)
+                blocks = tuple(chain.blocks()[:i])
+                return Plan(child.n, blocks, child.key, tail_is_point=True, exact=True, points=points)
             if not len(tokens):
                 break
             query = query[: len(tokens) - 1]

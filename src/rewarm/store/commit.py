@@ -220,9 +220,7 @@ class Committer:
                 self.index.add_layout(save.fingerprint, save.layout.digest, encode_layout(save.layout))
             self._settle(intent, victims, gone)
 
-    def _admissible(
-        self, records: list[_Record], save: Save, limits: Limits
-    ) -> tuple[list[_Record], Dropped | None]:
+    def _admissible(self, records: list[_Record], save: Save, limits: Limits) -> tuple[list[_Record], Dropped | None]:
         """The records that are not there yet, or why none may be written."""
         keys = [record.name.key for record in records]
         present = self.index.present(keys)

@@ -201,9 +201,7 @@ class Entries:
                 self._index.execute("DELETE FROM entries WHERE id = ?", (found[0],))
             else:
                 values = (end.key, end.parent, end.tail, end.n, found[0])
-                self._index.execute(
-                    'UPDATE entries SET "end" = ?, parent = ?, tail = ?, n = ? WHERE id = ?', values
-                )
+                self._index.execute('UPDATE entries SET "end" = ?, parent = ?, tail = ?, n = ? WHERE id = ?', values)
 
     def _deepest_left(self, parent: Key, tail: bytes, but: Key) -> End | None:
         points = [c for c in self._index.children(parent) if c.is_point and c.key != but and tail.startswith(c.tokens)]
@@ -234,9 +232,7 @@ class Entries:
             own.append(block)
             parent, tail, below = row.parent if row else Key(b""), block.tokens, block.key
 
-    def _own_under(
-        self, parent: Key, tail: bytes, below: Key | None, entry_id: bytes
-    ) -> tuple[list[Child], bool]:
+    def _own_under(self, parent: Key, tail: bytes, below: Key | None, entry_id: bytes) -> tuple[list[Child], bool]:
         """This entry's own points under `parent`, deepest first, and whether others hang there too."""
         children = [child for child in self._index.children(parent) if child.key != below]
         mine = [c for c in children if c.is_point and tail.startswith(c.tokens)]

@@ -11,7 +11,7 @@ import contextlib
 import logging
 import shutil
 import threading
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -157,9 +157,7 @@ class Store:
         try:
             root.mkdir(mode=0o700, parents=True, exist_ok=True)
             disk.make_folder(root / "tmp")
-            wanted = Settings(
-                format=FORMAT, block_tokens=block_tokens, limits=limits or Limits(), policy=policy or {}
-            )
+            wanted = Settings(format=FORMAT, block_tokens=block_tokens, limits=limits or Limits(), policy=policy or {})
             settings = _settle_settings(root, wanted, disk)
             return cls(root, settings, disk)
         except SettingsError:
@@ -186,15 +184,15 @@ class Store:
     # Looking up and reading.
 
     @contextlib.contextmanager
-    def looking(self, deadline_s: float) -> Iterator[Source]:
-        """The planner's view of the index, for at most `deadline_s`.
+    def looking(self, deadline_s: float, without: Mapping[Key, Reason] | None = None) -> Iterator[Source]:
+        """The planner's view of the index, for at most `deadline_s`, without the records in `without`.
 
         Raises:
             TimeoutError: the time is over.
             IndexFault: the index cannot be used.
         """
         with self._reader.deadline(deadline_s):
-            yield Source(self._reader, self._bad)
+            yield Source(self._reader, {**self._bad, **(without or {})})
 
     def layouts(self, fingerprint: bytes) -> list[Layout]:
         """The layouts that a namespace has, or had, records of."""
@@ -243,7 +241,9 @@ class Store:
                 self._bad.pop(draft.name.key, None)
             return outcome
 
-    def note_use(self, paths: Sequence[Sequence[Key]], hits: Sequence[Key], counts: dict[str, int], now_s: float) -> None:
+    def note_use(
+        self, paths: Sequence[Sequence[Key]], hits: Sequence[Key], counts: dict[str, int], now_s: float
+    ) -> None:
         """Store what was used since the last time: whole paths, ends that were restored, counters."""
         with self._writing, self._index.transaction():
             for path in paths:
@@ -416,9 +416,7 @@ def _read_settings(root: Path) -> Settings:
     try:
         return Settings.decode(path.read_bytes(), path)
     except OSError as error:
-        raise SettingsError(
-            f"{path} cannot be read: {error.strerror or error}. The records are untouched."
-        ) from error
+        raise SettingsError(f"{path} cannot be read: {error.strerror or error}. The records are untouched.") from error
 
 
 def _settle_settings(root: Path, wanted: Settings, disk: Disk) -> Settings:

@@ -1,0 +1,1 @@
+"""What engines talk to: find a stored prefix, restore it, save what is new."""

@@ -1,0 +1,362 @@
+"""Namespace: the states of one model. Finds the longest stored prefix, restores it, saves what is new.
+
+Only wrong calls raise; every fault below is a shorter match or state with a reason, or a dropped save.
+It knows plans and records, not files or SQL, and is used from any thread.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from rewarm.cache.assemble import Assembly, ForeignRecord, Into
+from rewarm.cache.description import describe, explain_change
+from rewarm.cache.drafts import drafts, keys_of, missing_nbytes, private
+from rewarm.cache.identity import Identity
+from rewarm.cache.memory import free_memory
+from rewarm.cache.stats import Stats
+from rewarm.cache.writer import Job, SaveReport, Writer
+from rewarm.errors import DamagedRecord, IndexFault, RecordError, RewarmError
+from rewarm.format.record import Header
+from rewarm.state.chain import Chain, Key, Tokens, as_tokens, root_key
+from rewarm.state.layout import Layout
+from rewarm.state.plan import Plan, plan
+from rewarm.state.reason import Boundary, Dropped, Reason
+from rewarm.state.sequence import Array, SequenceState
+from rewarm.store.commit import Save
+from rewarm.store.files import RecordName
+from rewarm.store.store import Store
+
+log = logging.getLogger("rewarm.cache")
+
+FIND_DEADLINE_S = 0.2
+RESTORE_DEADLINE_S = 30.0
+_ATTEMPTS = 64
+"""Plans that one restore tries; each one begins below a record that failed."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Match:
+    """What `find` found: the longest stored prefix, 0 tokens at a miss.
+
+    Attributes:
+        n_tokens: tokens of the prompt that can be restored.
+        reason: why it is not longer.
+        detail: evidence for the reason, by name.
+        nbytes: bytes of the state's rows and windows.
+        tokens: the prompt, cut to what was asked.
+        layout: of the state, or None at a miss.
+        plan: the records to read.
+    """
+
+    n_tokens: int
+    reason: Reason
+    detail: Mapping[str, Any] = field(default_factory=dict)
+    nbytes: int = 0
+    tokens: Tokens = field(default_factory=lambda: as_tokens(()))
+    layout: Layout | None = None
+    plan: Plan = field(default_factory=Plan)
+
+
+@dataclass(frozen=True, slots=True)
+class Shared:
+    """What the namespaces of one cache share."""
+
+    store: Store
+    stats: Stats
+    writer: Writer
+    clock: Callable[[], float]
+
+
+@dataclass(frozen=True, slots=True)
+class _Ending:
+    """What ends at a saved state, and the name of its entry."""
+
+    boundary: Boundary
+    label: str | None
+
+
+class Namespace:
+    """The states of one model, for one tenant.
+
+    Attributes:
+        identity: of the model.
+    """
+
+    def __init__(self, shared: Shared, identity: Identity, tenant: bytes) -> None:
+        self.identity = identity
+        self._store, self._stats, self._writer = shared.store, shared.stats, shared.writer
+        self._clock = shared.clock
+        self._tenant = tenant
+        self._described = False
+        identity.add_done_callback(lambda _: self._writer.wake())
+
+    # Finding.
+
+    def find(self, tokens: Iterable[int] | Tokens, at_most: int | None = None) -> Match:
+        """The longest stored prefix of `tokens`, at most `len(tokens) - 1`; reads the index only.
+
+        Args:
+            tokens: the prompt's token ids.
+            at_most: an upper bound, in tokens.
+
+        Raises:
+            ValueError: `tokens` is no sequence of 64-bit signed integers, or `at_most` is negative.
+        """
+        asked = as_tokens(tokens)
+        if at_most is not None and at_most < 0:
+            raise ValueError(f"at_most must be 0 or more, not {at_most}")
+        limit = max(0, len(asked) - 1)
+        match = self._find(asked[: limit if at_most is None else min(limit, at_most)])
+        if match.n_tokens:
+            self._writer.note(match.plan.path)
+            self._writer.want(match.plan.path)
+        elif match.reason is not Reason.HIT:  # a prompt of one token asks for nothing
+            self._stats.miss(match.reason)
+        return match
+
+    def _find(self, tokens: Tokens) -> Match:
+        fingerprint = self.identity.fingerprint_bytes
+        if fingerprint is None:
+            if self.identity.error:
+                return Match(0, Reason.UNAVAILABLE, {"identity": self.identity.error}, tokens=tokens)
+            return Match(0, Reason.IDENTITY_PENDING, tokens=tokens)
+        try:
+            return self._longest(fingerprint, tokens)
+        except TimeoutError:
+            return Match(0, Reason.TIMEOUT, tokens=tokens)
+        except (IndexFault, OSError) as error:
+            log.debug("nothing can be found now: %s", error)
+            return Match(0, Reason.UNAVAILABLE, {"error": str(error)}, tokens=tokens)
+
+    def _longest(self, fingerprint: bytes, tokens: Tokens) -> Match:
+        best: Match | None = None
+        with self._store.looking(FIND_DEADLINE_S) as source:
+            for layout in self._store.layouts(fingerprint):
+                found = plan(layout, self._chain(fingerprint, layout, tokens), source)
+                if best is None or found.n > best.n_tokens:
+                    nbytes = layout.state_nbytes(found.n)
+                    best = Match(found.n, found.reason, found.detail, nbytes, tokens, layout, found)
+        if best is None:
+            changed = explain_change(self.identity, self._store.descriptions()) if len(tokens) else None
+            if changed:
+                return Match(0, Reason.IDENTITY_CHANGED, {"fields": changed}, tokens=tokens)
+            return Match(0, Reason.HIT if not len(tokens) else Reason.NOTHING_STORED, tokens=tokens)
+        return best
+
+    def _chain(self, fingerprint: bytes, layout: Layout, tokens: Tokens) -> Chain:
+        size = self._store.block_tokens
+        return Chain(root_key(size, fingerprint, layout.digest, self._tenant), tokens, size)
+
+    # Restoring.
+
+    def restore(self, match: Match, into: Into | None = None, deadline: float | None = None) -> SequenceState:
+        """The state that a match promises, every byte checked; of fewer tokens when something has gone.
+
+        Args:
+            match: from `find` of this namespace.
+            into: gives the buffer for a tensor of kind rows (name, shape, element type), whose token axis may be
+                longer than asked; without it, arrays are private, writable and contiguous.
+            deadline: seconds to give up after; 30 by default.
+
+        Returns:
+            The state; of 0 tokens and without tensors when nothing is left. `reason` says why it is shorter.
+        """
+        end = time.monotonic() + (RESTORE_DEADLINE_S if deadline is None else deadline)
+        state = self._restore(match, into, end)
+        self._writer.had(match.plan.path)
+        if state.n_tokens:
+            self._stats.add("hits")
+            self._stats.add("tokens_restored", state.n_tokens)
+        elif match.n_tokens:
+            self._stats.miss(state.reason)
+        return state
+
+    def _restore(self, match: Match, into: Into | None, end: float) -> SequenceState:
+        fingerprint, layout = self.identity.fingerprint_bytes, match.layout
+        if not match.n_tokens or layout is None or fingerprint is None:
+            return _nothing(match.reason)
+        free = free_memory()
+        if free is not None and match.nbytes > free:
+            return _nothing(Reason.BUSY)
+        found, why = match.plan, Reason.HIT
+        reader = _Reader(self._store, fingerprint, end)
+        for _ in range(_ATTEMPTS):
+            try:
+                assembly = Assembly(layout, match.tokens[: found.n], self._store.block_tokens, into)
+                state = assembly.run(found, reader.read)
+                self._stats.add("bytes_read", reader.nbytes)
+                self._writer.note(found.path, found.path[-1])
+                return replace(state, reason=why)
+            except TimeoutError:
+                return _nothing(Reason.TIMEOUT)
+            except MemoryError:
+                return _nothing(Reason.BUSY)
+            except (RecordError, OSError) as error:
+                why = self._without(reader, error)
+            try:
+                with self._store.looking(FIND_DEADLINE_S, reader.unreadable) as source:
+                    chain = self._chain(fingerprint, layout, match.tokens[: match.n_tokens])
+                    found = plan(layout, chain, source)
+            except (TimeoutError, IndexFault):
+                return _nothing(Reason.UNAVAILABLE)
+            if found.n == 0:
+                break
+        return _nothing(why)
+
+    def _without(self, reader: _Reader, error: Exception) -> Reason:
+        """Plan without the record that failed, in this restore or from now on; the reason."""
+        name = reader.last
+        if isinstance(error, FileNotFoundError):
+            self._store.mark_bad(name, Reason.EVICTED)
+            self._writer.settle_bad(name, "missing", missing=True)
+            return Reason.EVICTED
+        if isinstance(error, DamagedRecord):
+            self._store.mark_bad(name, Reason.CORRUPT)
+            self._writer.settle_bad(name, str(error), missing=False)
+            return Reason.CORRUPT
+        if isinstance(error, ForeignRecord):
+            self._store.mark_bad(replace(name, key=error.key), Reason.DIVERGED)
+            return Reason.DIVERGED
+        if isinstance(error, RecordError):
+            self._store.mark_bad(name, Reason.UNAVAILABLE)
+            return Reason.UNAVAILABLE
+        # The disk may be well again at the next look: nothing is remembered, nothing moved.
+        reader.unreadable[name.key] = Reason.UNAVAILABLE
+        log.warning("%s cannot be read now (%s); it is left alone and computed again", name.file_name, error)
+        return Reason.UNAVAILABLE
+
+    # Saving.
+
+    def save(
+        self,
+        tokens: Iterable[int] | Tokens,
+        state: SequenceState,
+        boundary: Boundary | str = Boundary.ASSISTANT,
+        label: str | None = None,
+        *,
+        give: bool = False,
+    ) -> SaveReport:
+        """Keep the state after `tokens`: what is not stored yet is copied and queued; waits for no disk.
+
+        Args:
+            tokens: token ids, as many as the state covers.
+            state: its arrays are copied; nothing of them is kept.
+            boundary: what ends there: `system`, `user`, `assistant` or `prefill`.
+            label: a name for the entry.
+            give: the caller leaves the arrays alone until `report.done`; copied all the same for now.
+
+        Raises:
+            ValueError: tokens and state do not fit each other, or the boundary is not one.
+        """
+        own = as_tokens(tokens)
+        boundary = Boundary(boundary)
+        if len(own) != state.n_tokens:
+            raise ValueError(f"{len(own)} tokens for a state of {state.n_tokens}")
+        layout = state.layout()
+        if state.n_tokens == 0 or not state.tensors or state.n_tokens < state.valid_from:
+            self._stats.dropped(Dropped.EMPTY)
+            return SaveReport(state.n_tokens, reason=Dropped.EMPTY)
+        if self.identity.error:
+            self._stats.dropped(Dropped.IDENTITY_FAILED)
+            return SaveReport(state.n_tokens, reason=Dropped.IDENTITY_FAILED)
+        job = self._job(own, state, layout, _Ending(boundary, label))
+        self._writer.put(job)
+        return job.report
+
+    def _job(self, own: Tokens, state: SequenceState, layout: Layout, ending: _Ending) -> Job:
+        fingerprint = self.identity.fingerprint_bytes
+        if fingerprint is None:
+            return self._later(own, state, layout, ending)
+        chain = self._chain(fingerprint, layout, own)
+        try:
+            present = self._store.present(keys_of(chain)) | self._writer.pending_keys()
+        except IndexFault:
+            present = self._writer.pending_keys()
+        nbytes = missing_nbytes(state, layout, chain, present)
+        report = SaveReport(len(own), nbytes)
+        if not self._writer.room(nbytes):
+            return Job(_never, nbytes, report)
+        save = _save(state, layout, chain, fingerprint, ending, present)
+        keys = tuple(draft.name.key for draft in save.drafts)
+        return Job(lambda: self._ready(save), nbytes, report, keys)
+
+    def _later(self, own: Tokens, state: SequenceState, layout: Layout, ending: _Ending) -> Job:
+        """A save whose model is not identified yet: all of its state waits in the queue."""
+        nbytes = sum(tensor.array.nbytes for tensor in state.tensors.values())
+        report = SaveReport(len(own), nbytes)
+        if not self._writer.room(nbytes):
+            return Job(_never, nbytes, report)
+        held = private(state)
+
+        def prepare() -> Save | None:
+            if self.identity.error:
+                raise RewarmError(self.identity.error)
+            fingerprint = self.identity.fingerprint_bytes
+            if fingerprint is None:
+                return None
+            chain = self._chain(fingerprint, layout, own)
+            present = self._store.present(keys_of(chain))
+            return self._ready(_save(held, layout, chain, fingerprint, ending, present))
+
+        return Job(prepare, nbytes, report)
+
+    def _ready(self, save: Save) -> Save:
+        """On the writer's thread, before a save: the namespace's folder says whose it is."""
+        if not self._described:
+            try:
+                self._store.describe(save.fingerprint, describe(self.identity, self._clock()))
+                self._described = True
+            except OSError as error:
+                log.debug("identity.json waits: %s", error)
+        return save
+
+
+class _Reader:
+    """Reads records for one restore; remembers the last one asked for."""
+
+    def __init__(self, store: Store, fingerprint: bytes, end: float) -> None:
+        self._store = store
+        self._fingerprint = fingerprint
+        self._end = end
+        self.last = RecordName(fingerprint, Key(b""), is_point=False)
+        self.unreadable: dict[Key, Reason] = {}
+        self.nbytes = 0
+
+    def read(self, key: Key, is_point: bool) -> tuple[Header, dict[str, Array]]:  # noqa: FBT001
+        if time.monotonic() > self._end:
+            raise TimeoutError
+        self.last = RecordName(self._fingerprint, key, is_point)
+        header, arrays = self._store.read(self.last)
+        self.nbytes += sum(array.nbytes for array in arrays.values())
+        return header, arrays
+
+
+def _nothing(reason: Reason) -> SequenceState:
+    return SequenceState(0, {}, reason=reason)
+
+
+def _never() -> Save | None:
+    raise AssertionError("a save that the queue had no room for is never prepared")
+
+
+def _save(
+    state: SequenceState,
+    layout: Layout,
+    chain: Chain,
+    fingerprint: bytes,
+    ending: _Ending,
+    present: set[Key],
+) -> Save:
+    return Save(
+        fingerprint=fingerprint,
+        layout=layout,
+        chain=chain,
+        drafts=drafts(state, layout, chain, fingerprint, present),
+        boundary=ending.boundary,
+        label=ending.label,
+        meta=dict(state.meta),
+    )

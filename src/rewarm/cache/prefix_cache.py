@@ -1,0 +1,226 @@
+"""PrefixCache: the KV states under one root, and `open_cache`, which is `rewarm.open`.
+
+Only wrong calls raise. Whatever goes wrong below is a match or a state of fewer tokens with a reason, or a
+save that is dropped and counted. Safe to call from several threads; the writer's thread belongs to the
+`PrefixCache`.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import logging
+import os
+import time
+import weakref
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import platformdirs
+
+from rewarm.cache import stats as counting
+from rewarm.cache.identity import Identity
+from rewarm.cache.memory import queue_limit
+from rewarm.cache.namespace import Match, Namespace, Shared
+from rewarm.cache.policy import Policy
+from rewarm.cache.stats import Stats
+from rewarm.cache.writer import Writer
+from rewarm.store.check import Report
+from rewarm.store.commit import Removal
+from rewarm.store.disk import Disk
+from rewarm.store.entries import Entry
+from rewarm.store.settings import Limits, Settings
+from rewarm.store.store import Store
+
+log = logging.getLogger("rewarm.cache")
+
+
+@dataclass(frozen=True, slots=True)
+class CloseReport:
+    """What `close` left behind.
+
+    Attributes:
+        unwritten: saves that were not written at the deadline.
+    """
+
+    unwritten: int
+
+
+class PrefixCache:
+    """The KV states under one root. Made by `rewarm.open`."""
+
+    def __init__(self, store: Store, clock: Callable[[], float]) -> None:
+        self.store = store
+        self._stats = Stats()
+        self._writer = Writer(store, self._stats, queue_limit(), clock)
+        self._clock = clock
+        self._closed = False
+        # At interpreter exit what still waits is written, or said to be lost.
+        atexit.register(_close_at_exit, weakref.ref(self))
+
+    @property
+    def root(self) -> Path:
+        """The cache folder."""
+        return self.store.root
+
+    @property
+    def block_tokens(self) -> int:
+        """Tokens per block."""
+        return self.store.block_tokens
+
+    def namespace(self, identity: Identity, tenant: bytes | None = None) -> Namespace:
+        """The states of one model; nothing is shared between tenants.
+
+        Args:
+            identity: of the model; its fingerprint may still be pending.
+            tenant: part of every key, never written.
+        """
+        shared = Shared(self.store, self._stats, self._writer, self._clock)
+        return Namespace(shared, identity, tenant or b"")
+
+    def flush(self, timeout: float | None = 30.0, *, durable: bool = False) -> bool:
+        """Wait until all saves so far are written; with `durable`, pushed to the medium.
+
+        Returns:
+            Whether they are, within `timeout` seconds.
+        """
+        return self._writer.flush(timeout, durable=durable)
+
+    def close(self, timeout: float | None = 10.0) -> CloseReport:
+        """Write what waits, for at most `timeout` seconds, and give the root back; idempotent."""
+        if self._closed:
+            return CloseReport(0)
+        self._closed = True
+        left = self._writer.close(timeout)
+        if left:
+            log.warning("%d saves were not written before the deadline; what is stored is whole", left)
+        self.store.close()
+        return CloseReport(left)
+
+    def __enter__(self) -> PrefixCache:
+        """The cache itself."""
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        """Close it."""
+        self.close()
+
+    def entries(self) -> list[Entry]:
+        """Named ends of chains, latest match first."""
+        return self.store.entries()
+
+    def pin(self, entry: Entry | str) -> bool:
+        """Spare an entry's whole path from eviction; whether the entry is there."""
+        return self.store.pin(_entry_id(entry), pinned=True)
+
+    def unpin(self, entry: Entry | str) -> bool:
+        """Spare an entry no more; whether it is there."""
+        return self.store.pin(_entry_id(entry), pinned=False)
+
+    def forget(self, entry: Entry | str, *, dry_run: bool = False) -> Removal:
+        """Erase an entry and every record that only it needs; what waits to be written is written first."""
+        self.flush()
+        return self.store.forget(_entry_id(entry), dry_run=dry_run)
+
+    def clear(self, namespace: Namespace | str | None = None, *, dry_run: bool = False) -> Removal:
+        """Erase all records, pinned ones too: of one namespace (or fingerprint, hex), or of all."""
+        self.flush()
+        if isinstance(namespace, Namespace):
+            fingerprint = namespace.identity.fingerprint
+            return self.store.clear(_fingerprint(fingerprint), dry_run=dry_run) if fingerprint else Removal()
+        return self.store.clear(_fingerprint(namespace), dry_run=dry_run)
+
+    def touch(self, match: Match) -> None:
+        """Note that a prefix was used, though the engine's own memory served it."""
+        if match.n_tokens:
+            self._writer.note(match.plan.path)
+
+    def set_limits(self, limits: Limits) -> Removal:
+        """Change the limits that are given; evicts at once, and says what."""
+        return self.store.set_limits(limits)
+
+    def settings(self) -> Settings:
+        """What `store.json` says now: limits, block size, policy, pins."""
+        return self.store.settings()
+
+    def stats(self) -> dict[str, int | dict[str, int]]:
+        """All counters by name; `misses` and `dropped_saves` by reason."""
+        usage = self.store.usage()
+        found = counting.report(usage, self._stats.peek(), self._writer.queue_bytes)
+        if usage.get("day") != int(self._clock() // 86_400):
+            found["bytes_written_today"] = 0
+        return found
+
+    def explain(self, tokens: Iterable[int], identity: Identity) -> dict[str, Any]:
+        """What a prompt would find now, and why not more."""
+        match = self.namespace(identity).find(tokens)
+        return {"n_tokens": match.n_tokens, "reason": match.reason.value, "detail": dict(match.detail)}
+
+    def verify(self) -> Report:
+        """Read every record; changes nothing."""
+        self.flush()
+        return self.store.verify()
+
+    def repair(self) -> int:
+        """Build the index anew from the records; how many it has."""
+        self.flush()
+        return self.store.repair()
+
+
+def open_cache(
+    path: str | os.PathLike[str] | None = None,
+    limits: Limits | None = None,
+    policy: Policy | None = None,
+    block_tokens: int = 256,
+    *,
+    disk: Disk | None = None,
+    clock: Callable[[], float] = time.time,
+) -> PrefixCache:
+    """Open a cache folder, made with mode 0700 when it is not there.
+
+    Args:
+        path: the folder; by default the user's cache folder (or `REWARM_DIR`).
+        limits: of a new root; an existing one keeps its own.
+        policy: of a new root.
+        block_tokens: tokens per block, of a new root.
+        disk: the file operations, for tests.
+        clock: seconds since 1970, for tests.
+
+    Raises:
+        ValueError: an argument makes no sense.
+        RootError: the folder cannot be used; says why and what to do.
+    """
+    root = Path(path) if path is not None else default_root()
+    rules = msgspec.to_builtins(policy) if policy is not None else None
+    return PrefixCache(Store.open(root, limits, rules, block_tokens, disk), clock)
+
+
+def default_root() -> Path:
+    """The folder that `REWARM_DIR` names, else `kv` in the user's cache folder for rewarm."""
+    named = os.environ.get("REWARM_DIR")
+    return Path(named).expanduser() if named else Path(platformdirs.user_cache_dir("rewarm")) / "kv"
+
+
+def _entry_id(entry: Entry | str) -> str:
+    found = entry.id if isinstance(entry, Entry) else entry
+    return _hex(found, 16, "an entry's id")
+
+
+def _fingerprint(text: str | None) -> bytes | None:
+    return None if text is None else bytes.fromhex(_hex(text, 32, "a fingerprint"))
+
+
+def _hex(text: str, n_bytes: int, what: str) -> str:
+    with contextlib.suppress(ValueError):
+        if len(bytes.fromhex(text)) == n_bytes and len(text) == 2 * n_bytes:
+            return text.lower()
+    raise ValueError(f"{text!r} is not {what}: {2 * n_bytes} hex characters")
+
+
+def _close_at_exit(cache: weakref.ref[PrefixCache]) -> None:
+    found = cache()
+    if found is not None:
+        found.close()

@@ -1,0 +1,307 @@
+"""The writer: one thread that writes what was saved, from a queue bounded in bytes, and stores what was used.
+
+Callers wait for nothing: a save that the queue cannot take is dropped and counted. The thread belongs to
+the `PrefixCache` that made it, ends with it, and is the only one that commits saves.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from rewarm.cache.stats import Stats
+from rewarm.errors import IndexFault, RewarmError
+from rewarm.format.record import finite
+from rewarm.state.chain import Key
+from rewarm.state.reason import Dropped
+from rewarm.store.commit import Save
+from rewarm.store.files import RecordName
+from rewarm.store.store import Store
+
+log = logging.getLogger("rewarm.cache")
+
+NOTE_INTERVAL_S = 1.0
+WANTED_S = 60.0
+
+
+class SaveReport:
+    """What became of a save.
+
+    Attributes:
+        n_tokens: tokens of the state that was saved.
+        nbytes: bytes that were copied into the queue.
+        queued: whether the writer has it, or had nothing left to write.
+        reason: why it was dropped, wholly or in part, or None.
+    """
+
+    def __init__(self, n_tokens: int, nbytes: int = 0, reason: Dropped | None = None) -> None:
+        self.n_tokens = n_tokens
+        self.nbytes = nbytes
+        self.reason = reason
+        self.queued = reason is None
+        self._done = threading.Event()
+        if reason is not None:
+            self._done.set()
+
+    @property
+    def done(self) -> bool:
+        """Whether nothing of it waits any more."""
+        return self._done.is_set()
+
+    def wait(self, timeout: float | None = None) -> bool:
+        """Wait until nothing of it waits any more."""
+        return self._done.wait(timeout)
+
+    def settle(self, reason: Dropped | None) -> None:
+        """The writer is through with it."""
+        self.reason = self.reason or reason
+        self._done.set()
+
+
+@dataclass(slots=True, eq=False)
+class Job:
+    """A save in the queue.
+
+    Attributes:
+        prepare: the save; None while its model's identity is not known; raises `RewarmError` when it never will be.
+        nbytes: what it holds in memory.
+        report: for the caller.
+        keys: keys of its records, as far as they are known.
+    """
+
+    prepare: Callable[[], Save | None]
+    nbytes: int
+    report: SaveReport
+    keys: tuple[Key, ...] = ()
+
+
+@dataclass(slots=True)
+class _Notes:
+    """What was used since the last time that it was stored."""
+
+    paths: list[tuple[Key, ...]] = field(default_factory=list)
+    ends: list[Key] = field(default_factory=list)
+    bad: list[tuple[RecordName, str, bool]] = field(default_factory=list)
+
+
+class Writer:
+    """The queue and its thread.
+
+    Args:
+        store: where to write.
+        stats: what to count in.
+        max_bytes: that waiting saves may take.
+        clock: seconds since 1970.
+    """
+
+    def __init__(self, store: Store, stats: Stats, max_bytes: int, clock: Callable[[], float]) -> None:
+        self._store = store
+        self._stats = stats
+        self._max_bytes = max_bytes
+        self._clock = clock
+        self._changed = threading.Condition()
+        self._queue: deque[Job] = deque()
+        self._held: list[Job] = []
+        self._current: Job | None = None
+        self._notes = _Notes()
+        self._wanted: dict[tuple[Key, ...], float] = {}
+        self._synced: list[RecordName] = []
+        self._nbytes = 0
+        self._closing = False
+        self._passing = 0
+        self._thread = threading.Thread(target=self._run, name="rewarm-writer", daemon=True)
+        self._thread.start()
+
+    @property
+    def queue_bytes(self) -> int:
+        """Bytes that waiting saves hold."""
+        return self._nbytes
+
+    def room(self, nbytes: int) -> bool:
+        """Whether `nbytes` more fit the queue; one save of any size fits an empty one of its limit."""
+        return self._nbytes + nbytes <= self._max_bytes
+
+    def pending_keys(self) -> set[Key]:
+        """Keys of records that wait to be written."""
+        with self._changed:
+            jobs = [*self._queue, *self._held, *([self._current] if self._current else [])]
+            return {key for job in jobs for key in job.keys}
+
+    def put(self, job: Job) -> bool:
+        """Queue a save; false when it is dropped."""
+        with self._changed:
+            reason = Dropped.CLOSED if self._closing else None
+            if reason is None and not self.room(job.nbytes):
+                reason = Dropped.QUEUE_FULL
+            if reason is None:
+                self._queue.append(job)
+                self._nbytes += job.nbytes
+                self._changed.notify_all()
+        if reason is not None:
+            self._stats.dropped(reason)
+            job.report.queued = False
+            job.report.settle(reason)
+        return reason is None
+
+    def note(self, path: tuple[Key, ...], end: Key | None = None) -> None:
+        """A path was used now; `end` when it was restored."""
+        with self._changed:
+            self._notes.paths.append(path)
+            if end is not None:
+                self._notes.ends.append(end)
+
+    def want(self, path: tuple[Key, ...]) -> None:
+        """Spare a path for a minute while anything else can go: it was found and is about to be restored."""
+        with self._changed:
+            self._wanted[path] = time.monotonic() + WANTED_S
+
+    def had(self, path: tuple[Key, ...]) -> None:
+        """A path that was found has been restored."""
+        with self._changed:
+            self._wanted.pop(path, None)
+
+    def settle_bad(self, name: RecordName, why: str, *, missing: bool) -> None:
+        """Have a bad or missing record dealt with."""
+        with self._changed:
+            self._notes.bad.append((name, why, missing))
+            self._changed.notify_all()
+
+    def wake(self) -> None:
+        """An identity is known: saves that waited for it can go on."""
+        with self._changed:
+            self._queue.extend(self._held)
+            self._held.clear()
+            self._changed.notify_all()
+
+    def flush(self, timeout: float | None, *, durable: bool = False) -> bool:
+        """Wait until everything queued so far is written and every note stored; whether it is."""
+        end = None if timeout is None else time.monotonic() + timeout
+        with self._changed:
+            self._passing += 1
+            self._changed.notify_all()
+            idle = self._changed.wait_for(lambda: self._idle() or not self._thread.is_alive(), timeout)
+            self._passing -= 1
+            names, self._synced = (self._synced, []) if durable else ([], self._synced)
+        if durable and idle:
+            try:
+                self._store.sync(names)
+            except (OSError, IndexFault) as error:
+                log.warning("what was saved is written, but could not be pushed to the medium: %s", error)
+                return False
+        return idle and (end is None or time.monotonic() <= end + 1.0)
+
+    def _idle(self) -> bool:
+        return not (self._queue or self._held or self._current or self._has_notes())
+
+    def _has_notes(self) -> bool:
+        notes = self._notes
+        return bool(notes.paths or notes.ends or notes.bad or self._stats.peek())
+
+    def close(self, timeout: float | None) -> int:
+        """Stop taking saves, write what waits; how many saves were left unwritten at the deadline."""
+        with self._changed:
+            self._closing = True
+            self._queue.extend(self._held)
+            self._held.clear()
+            self._changed.notify_all()
+        self._thread.join(timeout)
+        with self._changed:
+            left = [*self._queue, *([self._current] if self._current else [])]
+            self._queue.clear()
+        for job in left:
+            job.report.settle(Dropped.CLOSED)
+        return len(left)
+
+    # The thread.
+
+    def _run(self) -> None:
+        while True:
+            with self._changed:
+                if not self._changed.wait_for(self._due, NOTE_INTERVAL_S):
+                    self._queue.extend(self._held)
+                    self._held.clear()
+                job = self._queue.popleft() if self._queue else None
+                self._current = job
+                stop = self._closing and job is None
+            if job is not None:
+                self._finish(job, self._write(job))
+            if job is None or self._passing:
+                self._store_notes()
+            if stop:
+                return
+
+    def _due(self) -> bool:
+        return bool(self._queue or self._notes.bad or self._closing or (self._passing and self._has_notes()))
+
+    def _finish(self, job: Job, reason: Dropped | None) -> None:
+        with self._changed:
+            self._current = None
+            if job in self._held:
+                return
+            self._nbytes -= job.nbytes
+            job.report.settle(reason)
+            self._changed.notify_all()
+        if reason is not None:
+            self._stats.dropped(reason)
+
+    def _write(self, job: Job) -> Dropped | None:
+        try:
+            save = job.prepare()
+        except RewarmError as error:
+            log.warning("a save was dropped: %s", error)
+            return Dropped.IDENTITY_FAILED
+        if save is None:
+            with self._changed:
+                if self._closing:
+                    return Dropped.CLOSED
+                self._held.append(job)
+            return None
+        for draft in save.drafts:
+            if not all(finite(part) for part in draft.parts):
+                log.warning("a state with NaN or infinity was not saved")
+                return Dropped.NOT_FINITE
+        return self._commit(save)
+
+    def _commit(self, save: Save) -> Dropped | None:
+        now_s = self._clock()
+        try:
+            outcome = self._store.commit(save, self._spared(), now_s)
+            if outcome.nbytes:
+                self._store.count_written(outcome.nbytes, int(now_s // 86_400))
+        except (IndexFault, RewarmError, OSError) as error:
+            log.warning("a save was dropped: %s. What is stored is untouched, and saving goes on.", error)
+            return Dropped.UNAVAILABLE
+        with self._changed:
+            self._synced += [draft.name for draft in save.drafts]
+        return outcome.dropped
+
+    def _spared(self) -> set[Key]:
+        now = time.monotonic()
+        with self._changed:
+            self._wanted = {path: until for path, until in self._wanted.items() if until > now}
+            return {key for path in self._wanted for key in path}
+
+    def _store_notes(self) -> None:
+        with self._changed:
+            notes, self._notes = self._notes, _Notes()
+        counts = self._stats.take()
+        try:
+            for name, why, missing in notes.bad:
+                self._store.settle_bad(name, why, missing=missing)
+            if notes.paths or notes.ends or counts:
+                self._store.note_use(_latest(notes.paths), notes.ends, counts, self._clock())
+        except (IndexFault, OSError) as error:
+            log.debug("recency and counters wait: %s", error)
+            self._stats.give_back(counts)
+            time.sleep(0 if self._closing else 0.05)
+        with self._changed:
+            self._changed.notify_all()
+
+
+def _latest(paths: Sequence[tuple[Key, ...]]) -> list[tuple[Key, ...]]:
+    """Each path once, in the order of its last use."""
+    return list(reversed(dict.fromkeys(reversed(paths))))
