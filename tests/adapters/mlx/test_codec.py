@@ -4,16 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
+import mlx.core as mx
 import numpy as np
 import pytest
+from mlx_lm.models.cache import ArraysCache, KVCache, QuantizedKVCache, RotatingKVCache, make_prompt_cache
+from tiny_models import TOKENS, tiny_llama
 
-mx = pytest.importorskip("mlx.core")
-
-from mlx_lm.models.cache import ArraysCache, KVCache, QuantizedKVCache, RotatingKVCache, make_prompt_cache  # noqa: E402
-
-from rewarm.adapters.mlx import codec  # noqa: E402
-from rewarm.state.sequence import SequenceState  # noqa: E402
-from tiny_models import TOKENS, tiny_llama  # noqa: E402
+from rewarm.adapters.mlx import codec
+from rewarm.state.sequence import SequenceState
 
 
 def prefilled(model: Any, tokens: list[int], chunk: int = 64) -> list[Any]:
@@ -92,7 +90,9 @@ class Subclass(KVCache):  # type: ignore[misc]
 
 
 @pytest.mark.parametrize(
-    "cache", [RotatingKVCache(max_size=8), QuantizedKVCache(), ArraysCache(2), Subclass()], ids=lambda c: type(c).__name__
+    "cache",
+    [RotatingKVCache(max_size=8), QuantizedKVCache(), ArraysCache(2), Subclass()],
+    ids=lambda c: type(c).__name__,
 )
 def test_an_unknown_class_is_refused_by_name(cache: Any) -> None:
     with pytest.raises(codec.UnsupportedCache, match=type(cache).__name__):

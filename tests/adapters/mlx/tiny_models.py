@@ -52,9 +52,12 @@ def tiny_llama(layers: int = 2, vocab: int = 512, seed: int = 0, dtype: mx.Dtype
 
 
 def write_model(folder: Path, config: dict[str, Any], tokenizer_from: Path, seed: int = 0) -> Path:
-    """A folder that mlx-lm loads: random weights for `config`, with the tokenizer of another model folder."""
+    """A folder that mlx-lm loads: random fp32 weights for `config`, with the tokenizer of another model folder.
+
+    In fp32 another chunk plan changes no word of a reply, so texts can be compared.
+    """
     module = {"llama": llama, "gemma3_text": gemma3_text}[config["model_type"]]
-    model = _random(module.Model(module.ModelArgs.from_dict(config)), seed, mx.bfloat16)
+    model = _random(module.Model(module.ModelArgs.from_dict(config)), seed, mx.float32)
     folder.mkdir(parents=True, exist_ok=True)
     mx.save_safetensors(
         str(folder / "model.safetensors"), dict(tree_flatten(model.parameters())), metadata={"format": "mlx"}

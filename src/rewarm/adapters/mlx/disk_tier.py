@@ -16,8 +16,9 @@ import mlx.nn as nn
 from mlx_lm.models.cache import make_prompt_cache
 
 from rewarm.adapters.mlx import codec
-from rewarm.cache.prefix_cache import Match, PrefixCache
-from rewarm.state.identity import Identity
+from rewarm.cache.identity import Identity
+from rewarm.cache.namespace import Match
+from rewarm.cache.prefix_cache import PrefixCache
 from rewarm.state.reason import Boundary, Reason
 
 log = logging.getLogger(__name__)
@@ -56,7 +57,6 @@ class DiskTier:
 
     def __init__(self, cache: PrefixCache, identity: Identity, model: nn.Module) -> None:
         codec.check(make_prompt_cache(model))
-        self._cache = cache
         self._space = cache.namespace(identity)
         self._model = model
         self._told: set[str] = set()
@@ -64,13 +64,11 @@ class DiskTier:
     def restore(self, tokens: Sequence[int], *, at_most: int, longer_than: int = 0) -> Restored:
         """The longest stored prefix of `tokens`, up to `at_most`, if it is longer than `longer_than`.
 
-        When it is not longer, nothing is read: what the caller has serves, and its recency is noted.
+        When it is not longer, nothing is read: what the caller has serves, and looking has noted its use.
         """
         start = time.perf_counter()
         match = self._space.find(tokens, at_most=at_most)
         if match.n_tokens <= longer_than:
-            if match.n_tokens:
-                self._cache.touch(match)
             return self._miss(match, match.reason, start)
         state = self._space.restore(match)
         if state.n_tokens <= longer_than:
@@ -109,18 +107,20 @@ class DiskTier:
 
 def explain(reason: Reason, detail: Mapping[str, Any]) -> str:
     """`reason` as a sentence for a person, with the evidence in `detail`; "" where nothing is to explain."""
-    at, restorable = detail.get("at", "?"), detail.get("restorable", "?")
+    at, restorable, fields = (detail.get(name, "?") for name in ("at", "restorable", "fields"))
+    why = detail.get("identity") or detail.get("error")
     sentences = {
         Reason.HIT: "",
         Reason.DIVERGED: f"The prompt differs from what is stored from token {at} on.",
         Reason.NOTHING_STORED: "Nothing more is stored for this prompt.",
         Reason.NO_RESTORE_POINT: f"The stored state can be taken up at token {restorable} only.",
-        Reason.EVICTED: f"The part from token {at} on was evicted to make room.",
+        Reason.EVICTED: "The rest was evicted to make room.",
         Reason.CORRUPT: "A damaged record was found and set aside; the part from there on is computed anew.",
-        Reason.IDENTITY_CHANGED: "The model's files or settings are not those of the stored state.",
+        Reason.IDENTITY_CHANGED: f"Not the model that the stored state was made with: {fields} changed.",
         Reason.IDENTITY_PENDING: "The model's files are still being hashed.",
-        Reason.UNAVAILABLE: "The cache folder cannot be used now.",
-        Reason.TIMEOUT: "Reading from the disk took too long.",
+        Reason.UNAVAILABLE: f"The cache cannot be used now{f': {why}' if why else ''}.",
+        Reason.TIMEOUT: "The disk took too long.",
         Reason.DISABLED: "The disk cache is off for this request.",
+        Reason.BUSY: "Not enough memory is free to restore.",
     }
     return sentences.get(reason, str(reason))

@@ -21,7 +21,7 @@ import numpy as np
 from mlx.utils import tree_flatten
 
 from rewarm.adapters.mlx import codec
-from rewarm.state.identity import Identity
+from rewarm.cache.identity import Identity
 
 ENGINE = "mlx-lm"
 

@@ -26,8 +26,8 @@ from mlx_lm.models.cache import make_prompt_cache
 from rewarm.adapters.mlx import codec
 from rewarm.adapters.mlx.disk_tier import DiskTier, Restored
 from rewarm.adapters.mlx.identity import from_live_model
+from rewarm.cache.identity import Identity
 from rewarm.cache.prefix_cache import PrefixCache
-from rewarm.state.identity import Identity
 from rewarm.state.reason import Boundary, Reason
 
 log = logging.getLogger(__name__)

@@ -21,8 +21,8 @@ from mlx_lm.utils import _download
 
 from rewarm.adapters.mlx import codec, identity
 from rewarm.adapters.mlx.disk_tier import DiskTier
+from rewarm.cache.identity import Identity
 from rewarm.cache.prefix_cache import PrefixCache
-from rewarm.state.identity import Identity
 from rewarm.state.reason import Boundary, Reason
 
 log = logging.getLogger(__name__)

@@ -1,0 +1,55 @@
+"""Models and workers for the tests of mlx-lm's adapter."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+if TYPE_CHECKING:
+    from serving import Server
+
+# Without the engine there is nothing to test here; the header of the run says which engines were found.
+collect_ignore_glob = [] if importlib.util.find_spec("mlx_lm") else ["test_*.py"]
+
+VOCAB = 49152
+"""Of the bundled model, whose tokenizer the tiny models borrow."""
+
+
+@pytest.fixture(scope="session")
+def tiny_model(bundled_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a random llama of width 64."""
+    from tiny_models import llama_config, write_model
+
+    return write_model(tmp_path_factory.mktemp("models") / "tiny-llama", llama_config(vocab=VOCAB), bundled_model)
+
+
+@pytest.fixture(scope="session")
+def windowed_model(bundled_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a random Gemma 3, whose sliding windows have no codec."""
+    from tiny_models import gemma_config, write_model
+
+    return write_model(tmp_path_factory.mktemp("models") / "tiny-gemma", gemma_config(vocab=VOCAB), bundled_model)
+
+
+@pytest.fixture
+def serve(tmp_path: Path) -> Iterator[Callable[..., Server]]:
+    """Starts workers that are gone when the test is; keeps the cache in `tmp_path/kv` unless told otherwise."""
+    from serving import Server
+
+    with ExitStack() as stack:
+
+        def start(model: Path, *flags: str, secret: str | None = None) -> Server:
+            where = () if any(flag.startswith("--rewarm-") for flag in flags) else _own_dir(tmp_path)
+            server = Server(model, (*where, *flags), tmp_path / "worker.log", secret)
+            return stack.enter_context(server)
+
+        yield start
+
+
+def _own_dir(tmp_path: Path) -> tuple[Any, ...]:
+    return ("--rewarm-dir", str(tmp_path / "kv"), "--rewarm-min-free", "1MB")
