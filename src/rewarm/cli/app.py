@@ -7,7 +7,9 @@ from typing import Annotated
 import typer
 
 import rewarm
+from rewarm.cli.clear import clear
 from rewarm.cli.demo import demo
+from rewarm.cli.ls import ls
 from rewarm.cli.mlx_lm import SETTINGS, mlx_lm
 
 app = typer.Typer(
@@ -19,6 +21,8 @@ app = typer.Typer(
 )
 
 app.command("mlx-lm", context_settings=SETTINGS)(mlx_lm)
+app.command("ls")(ls)
+app.command("clear")(clear)
 app.command("demo")(demo)
 
 
