@@ -20,15 +20,15 @@ from rewarm.store.settings import Limits
 from rewarm.testing.driver import ROOMY, Driver, holes, on_disk
 from rewarm.testing.fake_engine import FakeEngine, latent, pair, recurrent, triple, window
 
-ENGINES = [
-    FakeEngine(layers=(pair(),)),
-    FakeEngine(layers=(latent(), triple())),
-    FakeEngine(layers=(pair(1, 2), window(5, 1))),
-    FakeEngine(layers=(window(9), window(3))),
-    FakeEngine(layers=(pair(1, 2), recurrent((2,)), window(4))),
-    FakeEngine(layers=(recurrent((2,)),)),
-    FakeEngine(layers=(pair(1, 2),), quantise_from=6, quantised=(triple(1, 2),)),
-]
+ENGINES = {
+    "rows": FakeEngine(layers=(pair(),)),
+    "latent and triple": FakeEngine(layers=(latent(), triple())),
+    "rows and window": FakeEngine(layers=(pair(1, 2), window(5, 1))),
+    "windows": FakeEngine(layers=(window(9), window(3))),
+    "hybrid": FakeEngine(layers=(pair(1, 2), recurrent((2,)), window(4))),
+    "recurrent": FakeEngine(layers=(recurrent((2,)),)),
+    "quantised from 6": FakeEngine(layers=(pair(1, 2),), quantise_from=6, quantised=(triple(1, 2),)),
+}
 OWNERS = [(0, b""), (1, b""), (0, b"tenant")]
 TOKENS = st.lists(st.integers(0, 2), max_size=9)
 
@@ -39,15 +39,15 @@ class CacheMachine(RuleBasedStateMachine):
     conversations = Bundle("conversations")
 
     @initialize(
-        engine=st.sampled_from(ENGINES),
+        kind=st.sampled_from(list(ENGINES)),
         size=st.integers(1, 8),
         max_files=st.one_of(st.just(10**6), st.integers(2, 12)),
         target=conversations,
     )
-    def begin(self, engine: FakeEngine, size: int, max_files: int) -> tuple[int, ...]:
+    def begin(self, kind: str, size: int, max_files: int) -> tuple[int, ...]:
         self.folder = Path(tempfile.mkdtemp(prefix="rewarm-machine-"))
         limits = Limits(max_bytes=ROOMY.max_bytes, max_files=max_files, min_free_bytes=0)
-        self.driver = Driver(self.folder / "kv", engine, block_tokens=size, limits=limits)
+        self.driver = Driver(self.folder / "kv", ENGINES[kind], block_tokens=size, limits=limits)
         self.driver.lossy = max_files < 10**6
         self.damaged = False
         return ()
@@ -149,8 +149,10 @@ class CacheMachine(RuleBasedStateMachine):
         if entries:
             entry = entries[which % len(entries)]
             told = self.driver.cache.forget(entry, dry_run=True)
-            assert on_disk(self.driver.root).n_files
+            before = on_disk(self.driver.root)
             assert self.driver.cache.forget(entry) == told
+            if not self.damaged:
+                assert before.n_files - on_disk(self.driver.root).n_files == told.n_files
             assert entry.id not in {other.id for other in self.driver.cache.entries()}
             self.driver.lossy = True
 
@@ -178,14 +180,15 @@ class CacheMachine(RuleBasedStateMachine):
             assert found.n_files <= limit
         for entry in self.driver.cache.entries():
             assert entry.n_tokens > 0
-            assert 0 <= entry.own_nbytes <= entry.nbytes
+            assert entry.nbytes >= 0
+            assert entry.own_nbytes >= 0
 
 
 COMMON = {"deadline": None, "suppress_health_check": list(HealthCheck), "print_blob": True}
 
 
 def test_random_histories() -> None:
-    run_state_machine_as_test(CacheMachine, settings=settings(max_examples=25, stateful_step_count=25, **COMMON))
+    run_state_machine_as_test(CacheMachine, settings=settings(max_examples=80, stateful_step_count=25, **COMMON))
 
 
 @pytest.mark.long
@@ -195,6 +198,6 @@ def test_many_random_histories() -> None:
 
 def test_the_machine_would_see_a_wrong_row() -> None:
     """The checks bite: a state of other tokens does not pass."""
-    engine = ENGINES[0]
+    engine = ENGINES["rows"]
     with pytest.raises(AssertionError):
         engine.check(engine.state([1, 2, 4]), as_tokens([1, 2, 3]))
