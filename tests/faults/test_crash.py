@@ -1,0 +1,138 @@
+"""Children that save and evict are killed, at random moments and at every step of a commit; then we look.
+
+Nothing wrong is loaded, nothing that `flush` confirmed is lost, no leftovers remain, and saving goes on.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from rewarm.testing.crash import LAYERS, Job, Outcome, Parent, parent
+from rewarm.testing.driver import Driver, on_disk
+
+pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="needs os.fork")
+
+N_KILLS = 10
+N_KILLS_LONG = 500
+
+
+@pytest.fixture(scope="module")
+def forker() -> Iterator[Parent]:
+    with parent() as made:
+        yield made
+
+
+def examine(job: Job, outcome: Outcome) -> None:
+    """Open what a killed child has left, as the next process does, and check all of it."""
+    root = Path(job.root)
+    turns = job.turns()
+    if not (root / "store.json").exists():
+        assert outcome.confirmed == 0
+    driver = Driver(root, job.engine(), 4, job.limits(), lossy=True)
+    # Opening has finished what was begun: looked at before anything else is done.
+    assert not on_disk(root).leftovers
+    for tokens in turns:
+        driver.perfect.save((0, b""), tokens, driver.engine.state(tokens))
+    restored = [driver.restore([*tokens, 1]).n_tokens for tokens in turns]
+    if outcome.confirmed:
+        kept = range(outcome.confirmed) if job.max_files is None else [outcome.confirmed - 1]
+        for turn in kept:
+            assert restored[turn] == len(turns[turn]), f"turn {turn} was confirmed and is lost"
+    driver.assert_in_order()
+    # And it goes on: the same turns again, and all that a limit leaves room for is there.
+    driver.lossy = job.max_files is not None
+    for tokens in turns:
+        assert driver.save(tokens).reason is None
+        driver.flush()
+        assert driver.restore([*tokens, 1]).n_tokens == len(tokens)
+    driver.assert_in_order()
+    driver.close()
+    assert on_disk(root).leftovers == ()
+    assert not list((root / "tmp").iterdir())
+
+
+def random_job(tmp_path: Path, seed: int) -> Job:
+    """A job that is killed within the time that its work takes."""
+    chance = random.Random(seed)
+    return Job(
+        str(tmp_path / f"kv-{seed}"),
+        chance.choice(list(LAYERS)),
+        seed,
+        n_turns=12,
+        max_files=chance.choice([None, 12, 20]),
+        kill_after_s=chance.uniform(0.0, 0.25),
+    )
+
+
+def killed_at_random(forker: Parent, tmp_path: Path, seeds: range) -> None:
+    n_killed, n_confirmed = 0, 0
+    for seed in seeds:
+        job = random_job(tmp_path, seed)
+        outcome = forker.run(job)
+        assert outcome.killed or outcome.status == 0, f"seed {seed}: {outcome}"
+        n_killed += outcome.killed
+        n_confirmed += outcome.confirmed
+        try:
+            examine(job, outcome)
+        except BaseException:
+            print(f"seed {seed}: {job} {outcome}")  # noqa: T201
+            raise
+    assert n_killed >= len(seeds) // 3
+    assert n_confirmed
+
+
+def test_b057_killed_at_random_moments(forker: Parent, tmp_path: Path) -> None:
+    killed_at_random(forker, tmp_path, range(N_KILLS))
+
+
+@pytest.mark.long
+@pytest.mark.timeout(1800)
+def test_b057_killed_at_many_random_moments(forker: Parent, tmp_path: Path) -> None:
+    killed_at_random(forker, tmp_path, range(1000, 1000 + N_KILLS_LONG))
+
+
+def killed_at_every_step(forker: Parent, tmp_path: Path, template: Job, every: int = 1) -> None:
+    whole = forker.run(template)
+    assert whole.status == 0
+    assert whole.n_operations > 10
+    for step in range(0, whole.n_operations, every):
+        job = Job(**(template.__dict__ | {"root": str(tmp_path / f"kv-{step}"), "kill_at": step}))
+        outcome = forker.run(job)
+        assert outcome.killed, f"step {step}"
+        try:
+            examine(job, outcome)
+        except BaseException:
+            print(f"step {step} of {whole.n_operations}: {job} {outcome}")  # noqa: T201
+            raise
+
+
+def test_b057_killed_at_every_step_of_three_saves_with_eviction(forker: Parent, tmp_path: Path) -> None:
+    killed_at_every_step(forker, tmp_path, Job(str(tmp_path / "whole"), "rows", seed=7, n_turns=3, max_files=4))
+
+
+@pytest.mark.long
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("kind", LAYERS)
+def test_b057_killed_at_every_step(forker: Parent, tmp_path: Path, kind: str) -> None:
+    killed_at_every_step(forker, tmp_path, Job(str(tmp_path / "whole"), kind, seed=3, n_turns=8, max_files=14))
+
+
+def test_b062_leftovers_of_dead_processes_are_removed_and_those_of_living_ones_are_not(tmp_path: Path) -> None:
+    driver = Driver(tmp_path / "kv")
+    tmp = driver.root / "tmp"
+    (tmp / f"{'0' * 16}-3.tmp").write_bytes(b"x" * 5000)
+    (tmp / f"{'1' * 16}.lock").write_bytes(b"")
+    other = Driver(tmp_path / "kv")
+    assert [path.name for path in tmp.iterdir() if path.name.startswith(("0", "1") * 1) and len(set(path.name[:16])) == 1] == []
+    assert len(list(tmp.glob("*.lock"))) == 2
+    driver.save(range(9))
+    driver.flush()
+    assert other.namespace().find(range(10)).n_tokens == 9
+    other.close()
+    driver.close()
+    assert list(tmp.iterdir()) == []
