@@ -5,8 +5,8 @@ Pure but for the copies that it makes; it does not know queues or disks.
 
 from __future__ import annotations
 
-from collections.abc import Collection
-from dataclasses import replace
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -19,61 +19,126 @@ from rewarm.store.commit import Draft
 from rewarm.store.files import RecordName
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Cut:
+    """A state and where it belongs."""
+
+    state: SequenceState
+    layout: Layout
+    chain: Chain
+    fingerprint: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class After:
+    """The earlier point behind which window runs begin.
+
+    Attributes:
+        key: the point.
+        n: where it ends.
+        points: it and the points that its own window runs need.
+    """
+
+    key: Key
+    n: int
+    points: tuple[Key, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Drafts:
+    """What was cut.
+
+    Attributes:
+        drafts: blocks, then the point, in the chain's order.
+        nbytes: bytes that they hold.
+        n_left: records that there was no room for.
+    """
+
+    drafts: tuple[Draft, ...]
+    nbytes: int
+    n_left: int
+
+
 def keys_of(chain: Chain) -> list[Key]:
     """The keys of every record that a state over all of `chain` consists of: blocks, then the point."""
     return [*chain.blocks(), chain.point(len(chain.tokens))]
 
 
-def drafts(
-    state: SequenceState, layout: Layout, chain: Chain, fingerprint: bytes, present: Collection[Key]
-) -> tuple[Draft, ...]:
-    """The records of `state` whose keys are not in `present`, as private copies, in the chain's order."""
+def drafts(cut: Cut, present: Collection[Key], after: After | None, room: int | None) -> Drafts:
+    """The records of a state whose keys are not in `present`, as private copies.
+
+    Args:
+        cut: the state.
+        present: keys of records that are there.
+        after: where window runs begin, if not at the window's edge.
+        room: bytes that may be copied, or None for all; the first record that does not fit ends the list.
+    """
     made: list[Draft] = []
-    size = chain.block_tokens
-    for i, key in enumerate(chain.blocks()):
+    nbytes = n_left = 0
+    for name, first, end, size in _missing(cut, present, after):
+        if n_left or (room is not None and nbytes + size > room):
+            n_left += 1
+            continue
+        nbytes += size
+        made.append(_draft(cut, name, first, end, after))
+    return Drafts(tuple(made), nbytes, n_left)
+
+
+def _missing(cut: Cut, present: Collection[Key], after: After | None) -> Iterator[tuple[RecordName, int, int, int]]:
+    """Name, first token, end and bytes of each record that is not there."""
+    size, n = cut.chain.block_tokens, cut.state.n_tokens
+    row = sum(spec.row_nbytes for spec in cut.layout.rows)
+    for i, key in enumerate(cut.chain.blocks()):
         if key not in present:
-            first, end = i * size, (i + 1) * size
-            parts = tuple(Part(spec, _rows(state, spec, first, end)) for spec in layout.rows)
-            name = RecordName(fingerprint, key, is_point=False)
-            made.append(Draft(name, chain.parent(i), first, chain.tokens[first:end], parts))
-    n = state.n_tokens
-    point = chain.point(n)
+            yield RecordName(cut.fingerprint, key, is_point=False), i * size, (i + 1) * size, row * size
+    point = cut.chain.point(n)
     if point not in present:
-        first = n // size * size
-        parts = tuple(Part(spec, _at_point(state, spec, first)) for spec in layout.tensors)
-        name = RecordName(fingerprint, point, is_point=True)
-        made.append(Draft(name, chain.parent(n // size), first, tail_tokens(chain, n), parts))
-    return tuple(made)
+        others = sum(
+            spec.row_nbytes * _window_rows(spec, n, after)
+            if spec.kind is Kind.WINDOW
+            else cut.state.tensors[spec.name].array.nbytes
+            for spec in cut.layout.tensors
+            if spec.kind is not Kind.ROWS
+        )
+        yield RecordName(cut.fingerprint, point, is_point=True), n // size * size, n, row * (n % size) + others
 
 
-def missing_nbytes(state: SequenceState, layout: Layout, chain: Chain, present: Collection[Key]) -> int:
-    """Bytes that `drafts` would copy."""
-    row = sum(spec.row_nbytes for spec in layout.rows)
-    n_blocks = sum(key not in present for key in chain.blocks())
-    total = row * chain.block_tokens * n_blocks
-    if chain.point(state.n_tokens) not in present:
-        others = (state.tensors[spec.name].array.nbytes for spec in layout.tensors if spec.kind is not Kind.ROWS)
-        total += row * (state.n_tokens % chain.block_tokens) + sum(others)
-    return total
+def _draft(cut: Cut, name: RecordName, first: int, end: int, after: After | None) -> Draft:
+    parent = cut.chain.parent(first // cut.chain.block_tokens)
+    specs = cut.layout.tensors if name.is_point else cut.layout.rows
+    parts = tuple(Part(spec, _piece(cut.state, spec, (first, end), after)) for spec in specs)
+    tokens = tail_tokens(cut.chain, end) if name.is_point else cut.chain.tokens[first:end]
+    if name.is_point and after is not None:
+        return Draft(name, parent, first, tokens, parts, after.key, after.n)
+    return Draft(name, parent, first, tokens, parts)
+
+
+def _piece(state: SequenceState, spec: TensorSpec, span: tuple[int, int], after: After | None) -> Array:
+    array = state.tensors[spec.name].array
+    lead = (slice(None),) * spec.axis
+    if spec.kind is Kind.ROWS:
+        return _copy(array[(*lead, slice(*span))], spec)
+    if spec.kind is Kind.WINDOW and after is not None:
+        kept, _ = spec.window_span(state.n_tokens)
+        run = _window_rows(spec, state.n_tokens, after) - kept
+        rows = array.shape[spec.axis]
+        pieces = [array[(*lead, slice(0, kept))], array[(*lead, slice(rows - run, rows))]]
+        return _copy(np.concatenate(pieces, axis=spec.axis), spec)
+    return _copy(array, spec)
+
+
+def _window_rows(spec: TensorSpec, n: int, after: After | None) -> int:
+    """Rows of a window that a point at `n` holds itself: the kept ones and those of its run."""
+    kept, start = spec.window_span(n)
+    return kept + n - max(start, after.n if after else 0)
+
+
+def _copy(array: Array, spec: TensorSpec) -> Array:
+    # A copy even where the array is contiguous: the engine goes on writing into its own.
+    return np.array(array, dtype=spec.storage, order="C", copy=True)
 
 
 def private(state: SequenceState) -> SequenceState:
     """`state` with copies of its arrays."""
     tensors = {name: replace(tensor, array=np.array(tensor.array, copy=True)) for name, tensor in state.tensors.items()}
     return replace(state, tensors=tensors, meta=dict(state.meta))
-
-
-def _at_point(state: SequenceState, spec: TensorSpec, first: int) -> Array:
-    if spec.kind is Kind.ROWS:
-        return _rows(state, spec, first, state.n_tokens)
-    return _copy(state.tensors[spec.name].array, spec)
-
-
-def _rows(state: SequenceState, spec: TensorSpec, first: int, end: int) -> Array:
-    index = (slice(None),) * spec.axis + (slice(first, end),)
-    return _copy(state.tensors[spec.name].array[index], spec)
-
-
-def _copy(array: Array, spec: TensorSpec) -> Array:
-    # A copy even where the array is contiguous: the engine goes on writing into its own.
-    return np.array(array, dtype=spec.storage, order="C", copy=True)

@@ -8,25 +8,23 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from rewarm.cache.assemble import Assembly, ForeignRecord, Into
-from rewarm.cache.description import describe, explain_change
-from rewarm.cache.drafts import drafts, keys_of, missing_nbytes, private
+from rewarm.cache.description import explain_change
 from rewarm.cache.identity import Identity
 from rewarm.cache.memory import free_memory
-from rewarm.cache.stats import Stats
-from rewarm.cache.writer import Job, SaveReport, Writer
-from rewarm.errors import DamagedRecord, IndexFault, RecordError, RewarmError
+from rewarm.cache.saver import Ending, Saver, Shared
+from rewarm.cache.writer import SaveReport
+from rewarm.errors import DamagedRecord, IndexFault, RecordError
 from rewarm.format.record import Header
 from rewarm.state.chain import Chain, Key, Tokens, as_tokens, root_key
 from rewarm.state.layout import Layout
 from rewarm.state.plan import Plan, plan
 from rewarm.state.reason import Boundary, Dropped, Reason
 from rewarm.state.sequence import Array, SequenceState
-from rewarm.store.commit import Save
 from rewarm.store.files import RecordName
 from rewarm.store.store import Store
 
@@ -61,24 +59,6 @@ class Match:
     plan: Plan = field(default_factory=Plan)
 
 
-@dataclass(frozen=True, slots=True)
-class Shared:
-    """What the namespaces of one cache share."""
-
-    store: Store
-    stats: Stats
-    writer: Writer
-    clock: Callable[[], float]
-
-
-@dataclass(frozen=True, slots=True)
-class _Ending:
-    """What ends at a saved state, and the name of its entry."""
-
-    boundary: Boundary
-    label: str | None
-
-
 class Namespace:
     """The states of one model, for one tenant.
 
@@ -89,9 +69,8 @@ class Namespace:
     def __init__(self, shared: Shared, identity: Identity, tenant: bytes) -> None:
         self.identity = identity
         self._store, self._stats, self._writer = shared.store, shared.stats, shared.writer
-        self._clock = shared.clock
         self._tenant = tenant
-        self._described = False
+        self._saver = Saver(shared, identity, self._chain)
         identity.add_done_callback(lambda _: self._writer.wake())
 
     # Finding.
@@ -263,56 +242,7 @@ class Namespace:
         if self.identity.error:
             self._stats.dropped(Dropped.IDENTITY_FAILED)
             return SaveReport(state.n_tokens, reason=Dropped.IDENTITY_FAILED)
-        job = self._job(own, state, layout, _Ending(boundary, label))
-        self._writer.put(job)
-        return job.report
-
-    def _job(self, own: Tokens, state: SequenceState, layout: Layout, ending: _Ending) -> Job:
-        fingerprint = self.identity.fingerprint_bytes
-        if fingerprint is None:
-            return self._later(own, state, layout, ending)
-        chain = self._chain(fingerprint, layout, own)
-        try:
-            present = self._store.present(keys_of(chain)) | self._writer.pending_keys()
-        except IndexFault:
-            present = self._writer.pending_keys()
-        nbytes = missing_nbytes(state, layout, chain, present)
-        report = SaveReport(len(own), nbytes)
-        if not self._writer.room(nbytes):
-            return Job(_never, nbytes, report)
-        save = _save(state, layout, chain, fingerprint, ending, present)
-        keys = tuple(draft.name.key for draft in save.drafts)
-        return Job(lambda: self._ready(save), nbytes, report, keys)
-
-    def _later(self, own: Tokens, state: SequenceState, layout: Layout, ending: _Ending) -> Job:
-        """A save whose model is not identified yet: all of its state waits in the queue."""
-        nbytes = sum(tensor.array.nbytes for tensor in state.tensors.values())
-        report = SaveReport(len(own), nbytes)
-        if not self._writer.room(nbytes):
-            return Job(_never, nbytes, report)
-        held = private(state)
-
-        def prepare() -> Save | None:
-            if self.identity.error:
-                raise RewarmError(self.identity.error)
-            fingerprint = self.identity.fingerprint_bytes
-            if fingerprint is None:
-                return None
-            chain = self._chain(fingerprint, layout, own)
-            present = self._store.present(keys_of(chain))
-            return self._ready(_save(held, layout, chain, fingerprint, ending, present))
-
-        return Job(prepare, nbytes, report)
-
-    def _ready(self, save: Save) -> Save:
-        """On the writer's thread, before a save: the namespace's folder says whose it is."""
-        if not self._described:
-            try:
-                self._store.describe(save.fingerprint, describe(self.identity, self._clock()))
-                self._described = True
-            except OSError as error:
-                log.debug("identity.json waits: %s", error)
-        return save
+        return self._saver.save(own, state, layout, Ending(boundary, label))
 
 
 class _Reader:
@@ -337,26 +267,3 @@ class _Reader:
 
 def _nothing(reason: Reason) -> SequenceState:
     return SequenceState(0, {}, reason=reason)
-
-
-def _never() -> Save | None:
-    raise AssertionError("a save that the queue had no room for is never prepared")
-
-
-def _save(
-    state: SequenceState,
-    layout: Layout,
-    chain: Chain,
-    fingerprint: bytes,
-    ending: _Ending,
-    present: set[Key],
-) -> Save:
-    return Save(
-        fingerprint=fingerprint,
-        layout=layout,
-        chain=chain,
-        drafts=drafts(state, layout, chain, fingerprint, present),
-        boundary=ending.boundary,
-        label=ending.label,
-        meta=dict(state.meta),
-    )

@@ -24,8 +24,9 @@ import platformdirs
 from rewarm.cache import stats as counting
 from rewarm.cache.identity import Identity
 from rewarm.cache.memory import queue_limit
-from rewarm.cache.namespace import Match, Namespace, Shared
+from rewarm.cache.namespace import Match, Namespace
 from rewarm.cache.policy import Policy
+from rewarm.cache.saver import Shared
 from rewarm.cache.stats import Stats
 from rewarm.cache.writer import Writer
 from rewarm.store.check import Report

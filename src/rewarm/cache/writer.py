@@ -70,13 +70,13 @@ class Job:
         prepare: the save; None while its model's identity is not known; raises `RewarmError` when it never will be.
         nbytes: what it holds in memory.
         report: for the caller.
-        keys: keys of its records, as far as they are known.
+        save: what `prepare` gives, where that is known from the start.
     """
 
     prepare: Callable[[], Save | None]
     nbytes: int
     report: SaveReport
-    keys: tuple[Key, ...] = ()
+    save: Save | None = None
 
 
 @dataclass(slots=True)
@@ -121,21 +121,22 @@ class Writer:
         """Bytes that waiting saves hold."""
         return self._nbytes
 
-    def room(self, nbytes: int) -> bool:
-        """Whether `nbytes` more fit the queue; one save of any size fits an empty one of its limit."""
-        return self._nbytes + nbytes <= self._max_bytes
+    @property
+    def free_bytes(self) -> int:
+        """Bytes that the queue can still take."""
+        return self._max_bytes - self._nbytes
 
     def pending_keys(self) -> set[Key]:
         """Keys of records that wait to be written."""
         with self._changed:
             jobs = [*self._queue, *self._held, *([self._current] if self._current else [])]
-            return {key for job in jobs for key in job.keys}
+            return {draft.name.key for job in jobs if job.save for draft in job.save.drafts}
 
     def put(self, job: Job) -> bool:
         """Queue a save; false when it is dropped."""
         with self._changed:
             reason = Dropped.CLOSED if self._closing else None
-            if reason is None and not self.room(job.nbytes):
+            if reason is None and job.nbytes > self.free_bytes:
                 reason = Dropped.QUEUE_FULL
             if reason is None:
                 self._queue.append(job)

@@ -47,6 +47,8 @@ class Draft:
         first: position of the first of `tokens`.
         tokens: its own tokens.
         parts: its tensors, private copies.
+        after: of a point: the earlier point behind which its window runs begin.
+        after_n: where that point ends.
     """
 
     name: RecordName
@@ -54,6 +56,8 @@ class Draft:
     first: int
     tokens: Tokens
     parts: tuple[Part, ...]
+    after: Key | None = None
+    after_n: int = 0
 
     @property
     def nbytes(self) -> int:
@@ -73,6 +77,8 @@ class Save:
         boundary: what ended at the state's end.
         label: the entry's, or None.
         meta: of the point.
+        earlier: the points that the point's window runs need.
+        renews_point: the point is there, but rows of its windows have gone: it is written anew.
     """
 
     fingerprint: bytes
@@ -82,6 +88,13 @@ class Save:
     boundary: Boundary
     label: str | None = None
     meta: dict[str, MetaValue] = field(default_factory=dict)
+    earlier: tuple[Key, ...] = ()
+    renews_point: bool = False
+
+    @property
+    def path(self) -> list[Key]:
+        """The records that the point needs, itself apart."""
+        return [*self.chain.blocks(), *self.earlier]
 
     @property
     def n(self) -> int:
@@ -179,6 +192,8 @@ class Committer:
             tokens=draft.tokens.tobytes(),
             valid_from=save.layout.valid_from,
             created_s=now_s,
+            after=draft.after,
+            after_n=draft.after_n,
             entry=(move.id or b"") if name.is_point else b"",
             label=move.label if name.is_point else None,
             boundary=save.boundary.value if name.is_point else "",
@@ -187,7 +202,7 @@ class Committer:
         encoded = encode(header, draft.parts)
         own = ordered(draft.tokens)
         n = draft.first + len(draft.tokens)
-        row = NewRow(name, draft.parent, own, save.layout.digest, n, None, round_up(encoded.nbytes))
+        row = NewRow(name, draft.parent, own, save.layout.digest, n, draft.after, round_up(encoded.nbytes))
         return _Record(name, encoded, row)
 
     def _write_batch(
@@ -199,7 +214,7 @@ class Committer:
             records, outcome.dropped = self._admissible(records, save, limits)
             if outcome.dropped or not records:
                 return
-            path = set(save.chain.blocks())
+            path = set(save.path)
             need = self._need(limits, sum(r.row.nbytes for r in records), len(records))
             victims = self._choose(need, path, wanted)
             if not need.is_met():
@@ -215,7 +230,7 @@ class Committer:
         with self.index.transaction():
             for record in written:
                 self.index.insert(record.row, 0)
-            self.index.use([*save.chain.blocks(), *(r.name.key for r in written)])
+            self.index.use([*save.path, *(r.name.key for r in written)])
             if written:
                 self.index.add_layout(save.fingerprint, save.layout.digest, encode_layout(save.layout))
             self._settle(intent, victims, gone)
@@ -224,11 +239,16 @@ class Committer:
         """The records that are not there yet, or why none may be written."""
         keys = [record.name.key for record in records]
         present = self.index.present(keys)
-        left = [record for record in records if record.name.key not in present]
+        left = [
+            record
+            for record in records
+            if record.name.key not in present or (save.renews_point and record.name.is_point)
+        ]
         if not left:
             return [], None
         coming = present | {record.name.key for record in left} | {save.chain.root}
-        parents = {record.row.parent for record in left} - coming
+        afters = {record.row.after for record in left if record.row.after is not None}
+        parents = ({record.row.parent for record in left} | afters) - coming
         if any(self.index.is_condemned(record.name.key) for record in left):
             return [], Dropped.PARENT_GONE
         if len(self.index.present([*parents])) < len(parents):
@@ -300,7 +320,7 @@ class Committer:
             header, _ = self.files.read(record.name)
         except (DamagedRecord, NewerFormat, OSError):
             return False
-        return header.layout == record.row.layout and header.after is None
+        return header.layout == record.row.layout and header.after == record.row.after
 
     def _settle(self, intent: int, victims: Sequence[Row], gone: Sequence[Row]) -> None:
         """Step 3: rows of removed files go; files that cannot be removed are found again."""
