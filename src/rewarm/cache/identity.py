@@ -1,212 +1,273 @@
-"""Identity: everything that decides a model's KV, and the fingerprint that names its folder.
+"""`Identity`: what a model's KV depends on, known at once or as soon as its weights are hashed.
 
-Made from plain fields, from a model's files (hashed in the background), or from a live model's parameters.
-It knows files and values; which settings matter to an engine is that engine's adapter's business.
+Made from fields, from a model's files (hashed on a thread of its own, which `from_model` starts and nobody
+else touches), or from a live model's parameters. It knows no engine: adapters hand in the engine's settings.
 """
 
 from __future__ import annotations
 
-import json
 import logging
+import os
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from os import PathLike
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
+import numpy as np
 from blake3 import blake3
 
-from rewarm.cache.model_files import Digests, FilesChanged, Stamp, stamp, weight_files
-from rewarm.state.identity import fingerprint
+from rewarm.cache import model_files
+from rewarm.cache.digest_memo import Memo
+from rewarm.cache.model_files import Model, NoIdentity
+from rewarm.state import identity as canonical
+from rewarm.state.identity import Fields, Value
 
 log = logging.getLogger("rewarm.cache")
 
-IRRELEVANT_CONFIG = frozenset({"_name_or_path", "_commit_hash", "transformers_version", "use_cache"})
-"""Fields of `config.json` that are proved not to change the KV: where the model came from, which version of
-transformers wrote the file, and whether transformers itself keeps a cache. All others belong to the identity."""
+OWN_FIELDS = frozenset({"adapters", "code", "config", "files", "parameters", "weights"})
+"""Fields that are read off the model; a setting cannot have one of these names."""
+
+AdapterPath = tuple[str | os.PathLike[str], float | None]
+"""Where an adapter is, and its scale; None where the adapter's own configuration holds it."""
 
 
 class Identity:
-    """What a model's KV depends on.
+    """What a model's KV depends on. Safe to use from several threads.
 
     Args:
         fields: names to str, int, float, bool, bytes, None, lists and mappings of these.
-        name: for people; not part of the identity.
+        name: for people, and to find earlier identities of the same model; no part of the identity.
 
     Raises:
         ValueError: a field that an identity cannot hold.
     """
 
-    def __init__(self, fields: Mapping[str, Any], name: str | None = None) -> None:
-        self.name = name
-        self._fields: dict[str, Any] = dict(fields)
-        self._fingerprint: bytes | None = fingerprint(self._fields)
-        self._error: str | None = None
-        self._done = threading.Event()
-        self._done.set()
-        self._lock = threading.Lock()
-        self._callbacks: list[Callable[[Identity], None]] = []
-        self._hashed = self._total = 0
+    def __init__(self, fields: Fields, name: str | None = None) -> None:
+        self._prepare(name)
+        self._settle(fields, None)
 
     @classmethod
     def from_model(
         cls,
-        path: str | PathLike[str],
+        path: str | os.PathLike[str],
         name: str | None = None,
-        adapters: Sequence[tuple[str | PathLike[str], float]] = (),
-        digests: Digests | None = None,
-        **settings: Any,
+        adapters: Sequence[AdapterPath] = (),
+        memo: Memo | None = None,
+        **settings: Value | Path,
     ) -> Identity:
-        """The identity of a model folder or GGUF file; returns at once and hashes in the background.
+        """The identity of a model's files. Returns at once; the content is hashed in the background.
 
-        Call it before the engine reads the files: when they are not the same afterwards, there is no identity.
+        Call it before the engine reads the files: when they are not the same after hashing, there is no
+        identity, and `error` says why. So it does for files that are missing, unreadable or of no known kind.
 
         Args:
-            path: a folder with `config.json` and safetensors files, or one GGUF file (of several, any shard).
-            name: for people; by default the folder's or file's.
-            adapters: paths and scales, in the order in which the engine applies them.
-            digests: where digests are remembered.
-            settings: the engine's settings and version, as fields.
+            path: a folder with `config.json` and safetensors files, or a file (GGUF) with its shards.
+            name: by default the folder's, the file's, or the repository's of a hub snapshot.
+            adapters: in the order in which the engine applies them: a folder with `adapter_config.json` and
+                safetensors files, or a file (a GGUF adapter, a control vector), and the scale.
+            memo: where digests are remembered; by default in the user's cache folder.
+            settings: whatever else changes the KV: the engine, its version and settings, the codec's version. A
+                `Path` stands for the content of that file or model folder.
 
         Raises:
-            ValueError: a setting that an identity cannot hold.
+            ValueError: a setting that an identity cannot hold, or that has the name of one of its own fields.
         """
-        model = Path(path)
-        self = cls({"settings": settings}, name or model.stem if model.suffix == ".gguf" else name or model.name)
-        self._fingerprint = None
-        self._done.clear()
+        parts = {key: value for key, value in settings.items() if isinstance(value, Path)}
+        values = {key: value for key, value in settings.items() if not isinstance(value, Path)}
+        _check_settings({**values, "scales": [scale for _, scale in adapters]}, settings)
+        self = cls.__new__(cls)
+        self._prepare(name if name is not None else model_files.display_name(Path(path)))
         try:
-            stamps = [stamp(file) for file in weight_files(model)]
-            config = _config(model) if model.is_dir() else None
-            others = [(_adapter_stamps(Path(where)), _adapter_config(Path(where)), scale) for where, scale in adapters]
-        except (OSError, ValueError) as error:
-            self._settle(None, f"the model's files cannot be identified: {error}")
+            work = _Work(Path(path), [(Path(where), scale) for where, scale in adapters], parts)
+        except (OSError, NoIdentity) as error:
+            self._settle(None, _why(error))
             return self
-        self._total = sum(each.size for each in [*stamps, *(s for other in others for s in other[0])])
-        fields = {"config": config, "settings": settings}
-        work = (digests or Digests.default(), stamps, others, fields)
-        threading.Thread(target=self._hash, args=work, name="rewarm-identity", daemon=True).start()
+        self._work, self._total = work, work.nbytes
+        thread = threading.Thread(
+            target=self._hash, args=(work, values, memo or Memo()), name="rewarm-identity", daemon=True
+        )
+        thread.start()
         return self
 
     @classmethod
     def from_parameters(
-        cls, parameters: Iterable[tuple[str, str, Sequence[int], Any]], name: str | None = None, **settings: Any
+        cls, parameters: Iterable[tuple[str, str, Sequence[int], Any]], name: str | None = None, **settings: Value
     ) -> Identity:
-        """The identity of a live model without files, hashed on the calling thread.
+        """The identity of a live model whose files are not known, hashed on the calling thread.
 
         Args:
-            parameters: name, element type, shape and C-contiguous bytes of each, in any order.
+            parameters: of each its name, element type, shape, and its bytes in C order (any contiguous
+                buffer); in any order, read one at a time.
             name: for people.
-            settings: the model's arguments, the source of its class, the engine's version, as fields.
+            settings: whatever else changes the KV: the model's arguments, the source of its class, the engine.
 
         Raises:
-            ValueError: a setting that an identity cannot hold.
+            ValueError: two parameters of one name, bytes in another order, or a setting that an identity cannot hold.
         """
-        digests: dict[str, str] = {}
+        _check_settings(settings, settings)
+        found: dict[str, Value] = {}
         for parameter, dtype, shape, data in parameters:
-            hasher = blake3(f"{dtype} {tuple(shape)} ".encode(), max_threads=blake3.AUTO)
-            digests[parameter] = hasher.update(data).hexdigest()
-        return cls({"parameters": digests, "settings": settings}, name)
-
-    def _hash(
-        self,
-        digests: Digests,
-        stamps: list[Stamp],
-        adapters: list[tuple[list[Stamp], Any, float]],
-        fields: dict[str, Any],
-    ) -> None:
-        """On a thread of its own: fill in the digests, then tell who waits."""
-        try:
-            # Sorted: each file says itself which tensors it holds, so the files' names and order do not matter.
-            weights = sorted(digests.of(stamps, self._progressed))
-            applied = [
-                {"files": digests.of(own, self._progressed), "config": config, "scale": scale}
-                for own, config, scale in adapters
-            ]
-            found = {**fields, "weights": weights, "adapters": applied}
-            fingerprint(found)
-        except FilesChanged as error:
-            self._settle(None, f"{error}; it is served without a cache until it is loaded again")
-        except (OSError, ValueError) as error:
-            self._settle(None, f"the model's files cannot be identified: {error}")
-        except BaseException as error:  # noqa: BLE001 - whoever waits must be told, whatever it was
-            self._settle(None, f"the model's files cannot be identified: {type(error).__name__}: {error}")
-        else:
-            self._settle(found, None)
-
-    def _progressed(self, nbytes: int) -> None:
-        self._hashed += nbytes
-
-    def _settle(self, fields: dict[str, Any] | None, error: str | None) -> None:
-        with self._lock:
-            if fields is not None:
-                self._fields, self._fingerprint = fields, fingerprint(fields)
-            self._error = error
-            self._done.set()
-            callbacks, self._callbacks = self._callbacks, []
-        if error:
-            log.warning("%s: %s", self.name, error)
-        for callback in callbacks:
-            callback(self)
+            if parameter in found:
+                raise ValueError(f"two parameters are called {parameter!r}")
+            hasher = blake3(max_threads=blake3.AUTO)
+            view = memoryview(data)
+            if not view.c_contiguous:
+                raise ValueError(f"the bytes of {parameter!r} are not in C order")
+            if view.nbytes:
+                hasher.update(np.frombuffer(view, np.uint8).data)
+            found[parameter] = [dtype, [int(n) for n in shape], hasher.digest()]
+        return cls({**settings, "parameters": canonical.fingerprint(found).hex()}, name)
 
     @property
-    def fields(self) -> Mapping[str, Any]:
-        """The fields that are hashed; while the weights are being read, those that are known."""
-        return self._fields
+    def name(self) -> str | None:
+        """What people call the model."""
+        return self._name
 
     @property
-    def fingerprint_bytes(self) -> bytes | None:
-        """32 bytes, or None while the weights are being read or when there is no identity."""
-        return self._fingerprint
+    def fields(self) -> Mapping[str, Value]:
+        """What is hashed, in normal form; empty as long as the fingerprint is not known. Not to be changed."""
+        return MappingProxyType(self._fields)
 
     @property
     def fingerprint(self) -> str | None:
-        """64 hex characters, or None."""
-        return self._fingerprint.hex() if self._fingerprint is not None else None
+        """64 lower-case hex characters; None as long as it is not known, and when there is no identity."""
+        return None if self._fingerprint is None else self._fingerprint.hex()
+
+    @property
+    def fingerprint_bytes(self) -> bytes | None:
+        """The fingerprint's 32 bytes, or None."""
+        return self._fingerprint
 
     @property
     def error(self) -> str | None:
-        """Why there is no identity and never will be, or None."""
+        """Why there is no identity and never will be; else None."""
         return self._error
 
     @property
     def progress(self) -> tuple[int, int]:
-        """Bytes hashed, and bytes to hash."""
-        return self._hashed, self._total
+        """Bytes of weights that are hashed or known, and all of them. (0, 0) where no files are hashed."""
+        return self._done_nbytes, self._total
 
     def wait(self, timeout: float | None = None) -> bool:
-        """Wait for the fingerprint; whether there is one."""
-        return self._done.wait(timeout) and self._fingerprint is not None
+        """Wait for the fingerprint, `timeout` seconds at most; whether there is one. An error ends the wait."""
+        return self._settled.wait(timeout) and self._fingerprint is not None
 
     def add_done_callback(self, callback: Callable[[Identity], None]) -> None:
-        """Have `callback(self)` called once it is known whether there is an identity; at once if it is."""
+        """Have `callback(self)` called once, when the fingerprint or the error is known: at once if it is.
+
+        It is called on the hashing thread or on this one; what it raises is logged.
+        """
         with self._lock:
-            if not self._done.is_set():
+            if not self._settled.is_set():
                 self._callbacks.append(callback)
                 return
-        callback(self)
+        self._call(callback)
+
+    def files_unchanged(self) -> bool:
+        """Whether the files are still those that were found at construction. Reads no content.
+
+        For a seam to ask when its engine has loaded them, which may be long after they were hashed.
+        """
+        if self._work is None:
+            return self._error is None
+        try:
+            self._work.check()
+        except (OSError, NoIdentity):
+            return False
+        return True
+
+    def __repr__(self) -> str:
+        state = self.fingerprint or self._error or "pending"
+        return f"Identity({self._name!r}, {state})"
+
+    def _prepare(self, name: str | None) -> None:
+        self._name = name
+        self._fields: Mapping[str, Value] = {}
+        self._fingerprint: bytes | None = None
+        self._error: str | None = None
+        self._work: _Work | None = None
+        self._done_nbytes = self._total = 0
+        self._settled = threading.Event()
+        self._lock = threading.Lock()
+        self._callbacks: list[Callable[[Identity], None]] = []
+
+    def _hash(self, work: _Work, settings: Fields, memo: Memo) -> None:
+        """On a thread of its own: read the files, then let go whoever waits, whatever happened."""
+        try:
+            fields = {**settings, **work.describe(memo, self._progressed)}
+            work.check()
+            self._settle(fields, None)
+        except (OSError, NoIdentity, ValueError) as error:
+            self._settle(None, _why(error))
+        except Exception as error:
+            log.exception("hashing %s failed", self._name)
+            self._settle(None, f"hashing failed: {error!r}")
+
+    def _progressed(self, nbytes: int) -> None:
+        self._done_nbytes += nbytes
+
+    def _settle(self, fields: Fields | None, error: str | None) -> None:
+        known = None if fields is None else canonical.normalise(fields)
+        fingerprint = None if known is None else canonical.fingerprint(known)
+        with self._lock:
+            self._fields, self._fingerprint, self._error = known or {}, fingerprint, error
+            self._settled.set()
+            callbacks, self._callbacks = self._callbacks, []
+        if error is not None:
+            log.warning("%s is served without a cache: %s", self._name, error)
+        for callback in callbacks:
+            self._call(callback)
+
+    def _call(self, callback: Callable[[Identity], None]) -> None:
+        try:
+            callback(self)
+        except Exception:
+            log.exception("a callback of %r failed", self)
 
 
-def _config(folder: Path) -> dict[str, Any]:
-    path = folder / "config.json"
-    if not path.is_file():
-        raise FileNotFoundError(f"no config.json in {folder}")
-    return _json(path, IRRELEVANT_CONFIG)
+class _Work:
+    """What `from_model` was given, as found on disk.
+
+    Args:
+        path: the model's.
+        adapters: paths and scales, in order.
+        parts: other files that count by content, by the name of their setting.
+
+    Raises:
+        OSError: a file is missing or cannot be looked at.
+        NoIdentity: something is of no known kind.
+    """
+
+    def __init__(self, path: Path, adapters: Sequence[tuple[Path, float | None]], parts: Mapping[str, Path]) -> None:
+        self.model = model_files.scan(path)
+        self.adapters = [(model_files.scan(where, model_files.ADAPTER_CONFIG), scale) for where, scale in adapters]
+        self.parts = {key: model_files.scan(where) for key, where in parts.items()}
+
+    @property
+    def nbytes(self) -> int:
+        return sum(found.nbytes for found in self._all())
+
+    def describe(self, memo: Memo, progress: model_files.Progress) -> dict[str, Value]:
+        """The fields that the files give."""
+        adapters: list[Value] = [{"scale": scale, **found.describe(memo, progress)} for found, scale in self.adapters]
+        parts: dict[str, Value] = {key: found.describe(memo, progress) for key, found in self.parts.items()}
+        return {**self.model.describe(memo, progress), "adapters": adapters, **parts}
+
+    def check(self) -> None:
+        """See that all files are those that were found; raises as `Model.check`."""
+        for found in self._all():
+            found.check()
+
+    def _all(self) -> list[Model]:
+        return [self.model, *(found for found, _ in self.adapters), *self.parts.values()]
 
 
-def _json(path: Path, without: Iterable[str] = ()) -> dict[str, Any]:
-    found = json.loads(path.read_text(encoding="utf-8"))
-    if not isinstance(found, dict):
-        raise ValueError(f"{path} holds no settings")
-    return {name: value for name, value in found.items() if name not in without}
+def _why(error: OSError | NoIdentity | ValueError) -> str:
+    return str(error) if isinstance(error, NoIdentity) else f"the model's files cannot be identified: {error}"
 
 
-def _adapter_stamps(path: Path) -> list[Stamp]:
-    if not path.is_dir():
-        return [stamp(path)]
-    return [stamp(file) for file in sorted(path.iterdir()) if file.suffix in (".safetensors", ".npz", ".gguf")]
-
-
-def _adapter_config(path: Path) -> dict[str, Any] | None:
-    config = path / "adapter_config.json"
-    return _json(config) if path.is_dir() and config.is_file() else None
+def _check_settings(values: Fields, settings: Mapping[str, object]) -> None:
+    if taken := OWN_FIELDS & settings.keys():
+        raise ValueError(f"settings cannot be called {', '.join(sorted(taken))}: the model's own fields are")
+    canonical.normalise(values)
