@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import pytest
 
@@ -37,19 +36,13 @@ def windowed_model(bundled_model: Path, tmp_path_factory: pytest.TempPathFactory
 
 
 @pytest.fixture
-def serve(tmp_path: Path) -> Iterator[Callable[..., Server]]:
-    """Starts workers that are gone when the test is; keeps the cache in `tmp_path/kv` unless told otherwise."""
+def serve(tmp_path: Path) -> Callable[..., Server]:
+    """Describes workers, which live in a `with`; they keep the cache in `tmp_path/kv` unless told otherwise."""
     from serving import Server
 
-    with ExitStack() as stack:
+    def describe(model: Path, *flags: str, secret: str | None = None) -> Server:
+        own = any(flag.startswith("--rewarm-") for flag in flags)
+        where = () if own else ("--rewarm-dir", str(tmp_path / "kv"), "--rewarm-min-free", "1MB")
+        return Server(model, (*where, *flags), tmp_path / "worker.log", secret)
 
-        def start(model: Path, *flags: str, secret: str | None = None) -> Server:
-            where = () if any(flag.startswith("--rewarm-") for flag in flags) else _own_dir(tmp_path)
-            server = Server(model, (*where, *flags), tmp_path / "worker.log", secret)
-            return stack.enter_context(server)
-
-        yield start
-
-
-def _own_dir(tmp_path: Path) -> tuple[Any, ...]:
-    return ("--rewarm-dir", str(tmp_path / "kv"), "--rewarm-min-free", "1MB")
+    return describe

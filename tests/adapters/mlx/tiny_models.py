@@ -15,7 +15,7 @@ TOKENS = [(i * i * 31 + 7 * i + 3) % 500 for i in range(600)]
 
 
 def llama_config(layers: int = 2, vocab: int = 512) -> dict[str, Any]:
-    """A llama of width 64 with two KV heads of dimension 16."""
+    """A llama of width 64 with two KV heads of dimension 32."""
     return {
         "model_type": "llama",
         "hidden_size": 64,
@@ -23,6 +23,7 @@ def llama_config(layers: int = 2, vocab: int = 512) -> dict[str, Any]:
         "intermediate_size": 128,
         "num_attention_heads": 4,
         "num_key_value_heads": 2,
+        "head_dim": 32,
         "rms_norm_eps": 1e-5,
         "vocab_size": vocab,
         "rope_theta": 10000.0,

@@ -48,7 +48,8 @@ def convert(source: Path, folder: Path, report: Report) -> None:
     report(0.0, "reading the weights")
     # The CPU on every platform: the same bytes everywhere, so a converted model has one identity.
     with mx.stream(mx.cpu):
-        arrays, raw = mx.load(str(source), return_metadata=True)
+        loaded: Any = mx.load(str(source), return_metadata=True)
+        arrays, raw = loaded
         metadata = {key: _plain(value) for key, value in raw.items()}
         config = model_config(metadata)
         weights = _weights(arrays, config, report)
@@ -159,9 +160,8 @@ def _plain(value: Any) -> Any:
     """A metadata value in Python's own types; a float32 in its shortest form (1e-05, not 9.9999997e-06)."""
     if not isinstance(value, mx.array):
         return value
-    if value.dtype == mx.float32 and value.ndim == 0:
-        return float(str(np.float32(value.item())))
-    return value.tolist()
+    plain: Any = value.tolist()
+    return float(str(np.float32(plain))) if value.dtype == mx.float32 and value.ndim == 0 else plain
 
 
 def _write_json(path: Path, value: Mapping[str, Any]) -> None:

@@ -17,6 +17,8 @@ import mlx_lm.server as engine
 
 from rewarm.adapters.mlx.seam import Report
 
+log = logging.getLogger(__name__)
+
 _DRAIN_BYTES = 1 << 20
 """Read of a refused request's body, so that the client sees the answer and not a broken connection."""
 
@@ -26,7 +28,7 @@ _TELLING = ("do_POST", "handle_completion", "__call__")
 _HARMLESS = re.compile(r"Starting (stream|completion):")
 
 
-class Handler(engine.APIHandler):  # type: ignore[misc]
+class Handler(engine.APIHandler):
     """Answers one connection.
 
     Args:
@@ -57,6 +59,22 @@ class Handler(engine.APIHandler):  # type: ignore[misc]
         except UnicodeDecodeError:
             message = "Invalid JSON in request body: it is not UTF-8."
             self._send_json(HTTPStatus.BAD_REQUEST, {"error": _error(message, "invalid_request_error")})
+
+    def handle_completion(self, request: Any, stop_words: list[str]) -> None:
+        """Answer; what goes wrong after the engine has begun is told too, where it would only hang up."""
+        try:
+            super().handle_completion(request, stop_words)
+        except ConnectionError:
+            log.info("the client went away")
+        except Exception as error:
+            log.exception("rewarm: the engine failed in a reply")
+            body = {"error": _error(f"The engine failed: {type(error).__name__}: {error}", "server_error")}
+            if self.stream:
+                self.wfile.write(f"data: {json.dumps(body)}\n\n".encode())
+            else:
+                # The status 200 is prepared, not sent.
+                self._headers_buffer: list[bytes] = []
+                self._send_json(HTTPStatus.INTERNAL_SERVER_ERROR, body)
 
     def handle_models_request(self) -> None:
         """The model of the command line, by its folder's name. Hub models are the gateway's to find."""

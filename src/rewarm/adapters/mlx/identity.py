@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import importlib.metadata
 import inspect
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -44,17 +44,16 @@ def from_files(model: Path, adapter: Path | None = None, settings: Mapping[str, 
 
     Args:
         model: the folder with the weights and `config.json`.
-        adapter: the folder of a trained adapter (LoRA and such), hashed here.
+        adapter: the folder of a trained adapter (LoRA and such); its scale stands in its own config.
         settings: whatever else changes the KV, such as its quantisation.
 
     Raises:
-        OSError: the adapter's files cannot be read.
+        OSError: the source that the model brings cannot be read.
     """
-    extra = {"adapter": digest_files(adapter)} if adapter is not None else {}
     # A model may bring its own class (`model_file` in its config): its source decides as weights do.
-    if code := digest_files(model, "*.py"):
-        extra["model_code"] = code
-    return Identity.from_model(model, **engine_settings(), **extra, **(settings or {}))
+    code = {path.name: blake3.blake3(path.read_bytes()).hexdigest() for path in sorted(model.glob("*.py"))}
+    extra = {**engine_settings(), **({"model_code": code} if code else {}), **(settings or {})}
+    return Identity.from_model(model, adapters=[(adapter, 1.0)] if adapter is not None else [], **extra)
 
 
 def from_live_model(model: nn.Module) -> Identity:
@@ -62,22 +61,22 @@ def from_live_model(model: nn.Module) -> Identity:
 
     Reads every parameter, on the calling thread, which must be the one that generates.
     """
-    hasher = blake3.blake3(max_threads=blake3.blake3.AUTO)
-    for name, array in sorted(tree_flatten(model.parameters())):
-        mx.eval(array)
-        bits = array.view(mx.uint16) if array.dtype == mx.bfloat16 else array
-        head = f"{name}\0{array.dtype}\0{array.shape}\0".encode()
-        hasher.update(len(head).to_bytes(8, "little") + head)
-        hasher.update(np.ascontiguousarray(np.array(bits, copy=False)).reshape(-1).view(np.uint8))
-    fields = {
+    return Identity.from_parameters(
+        _parameters(model),
+        type(model).__module__.rsplit(".", 1)[-1],
         **engine_settings(),
-        "parameters": hasher.hexdigest(),
-        "model_class": f"{type(model).__module__}.{type(model).__qualname__}",
-        "model_args": repr(_arguments(model)),
-        "model_source": _source(type(model)),
-        "modules": _modules(model),
-    }
-    return Identity(fields, name=type(model).__module__.rsplit(".", 1)[-1])
+        model_class=f"{type(model).__module__}.{type(model).__qualname__}",
+        model_args=repr(_arguments(model)),
+        model_source=_source(type(model)),
+        modules=_modules(model),
+    )
+
+
+def _parameters(model: nn.Module) -> Iterator[tuple[str, str, tuple[int, ...], np.ndarray[Any, Any]]]:
+    for name, array in tree_flatten(model.parameters()):
+        bits = array.view(mx.uint16) if array.dtype == mx.bfloat16 else array
+        data = np.ascontiguousarray(np.array(bits, copy=False)).reshape(-1).view(np.uint8)
+        yield name, str(array.dtype), tuple(array.shape), data
 
 
 def stamp(folders: Iterable[Path]) -> Stamp:
@@ -85,21 +84,6 @@ def stamp(folders: Iterable[Path]) -> Stamp:
     files = sorted(path for folder in folders for path in folder.glob("*") if path.is_file())
     stats = [(str(path), path.stat()) for path in files]
     return tuple((name, s.st_size, s.st_mtime_ns, s.st_ctime_ns, s.st_ino) for name, s in stats)
-
-
-def digest_files(folder: Path, pattern: str = "*") -> dict[str, str]:
-    """BLAKE3 of each file in `folder`, by name.
-
-    Raises:
-        OSError: the folder or a file cannot be read.
-    """
-    found = {}
-    for path in sorted(folder.glob(pattern)):
-        if path.is_file():
-            hasher = blake3.blake3(max_threads=blake3.blake3.AUTO)
-            hasher.update_mmap(path) if path.stat().st_size else None
-            found[path.name] = hasher.hexdigest()
-    return found
 
 
 def _arguments(model: nn.Module) -> Any:

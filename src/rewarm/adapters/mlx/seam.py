@@ -79,7 +79,7 @@ class Loaded:
     why_not: tuple[Reason, str]
 
 
-class ModelProvider(engine.ModelProvider):  # type: ignore[misc]
+class ModelProvider(engine.ModelProvider):
     """Loads models; knows each one's identity before the engine reads its files.
 
     Attributes:
@@ -116,7 +116,7 @@ class ModelProvider(engine.ModelProvider):  # type: ignore[misc]
                 tier = DiskTier(self._cache, known, self.model)
             except codec.UnsupportedCache as error:
                 why_not = (Reason.DISABLED, f"This model is served uncached: {error}.")
-        if tier is None and why_not[1]:
+        if tier is None and self._cache is not None:
             log.warning("rewarm: %s", why_not[1])
         self.loaded = Loaded(self.model_key, before, tier, why_not)
         if tier is not None and known is not None and first:
@@ -138,13 +138,14 @@ class ModelProvider(engine.ModelProvider):  # type: ignore[misc]
             "kv_start": args.quantized_kv_start,
         }
         settings = kv if args.kv_bits is not None else {}
+        model, adapter = folders[0], folders[1] if len(folders) > 1 else None
         try:
-            return identity.from_files(folders[0], *folders[1:2], settings=settings), (Reason.HIT, "")
+            return identity.from_files(model, adapter, settings), (Reason.HIT, "")
         except OSError as error:
             return None, (Reason.UNAVAILABLE, f"The model's files cannot be read: {error}.")
 
 
-class StoredPromptCache(engine.LRUPromptCache):  # type: ignore[misc]
+class StoredPromptCache(engine.LRUPromptCache):
     """mlx-lm's memory tier, and the disk beneath it.
 
     Args:
@@ -242,7 +243,7 @@ class StoredPromptCache(engine.LRUPromptCache):  # type: ignore[misc]
         return (model, loaded.stamp) if loaded is not None and loaded.key == model else model
 
 
-class ResponseGenerator(engine.ResponseGenerator):  # type: ignore[misc]
+class ResponseGenerator(engine.ResponseGenerator):
     """mlx-lm's generator; tells each request's context what the cache did for it.
 
     Args:
