@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
 import pytest
+import typer
 
 import rewarm
+from rewarm.cli.app import app
 from rewarm.cli.extras import EXTRAS, needs
 from rewarm.errors import EngineError
+
+ROOT = Path(__file__).resolve().parent.parent.parent
 
 HIDING = """
 import sys
@@ -44,7 +50,7 @@ def test_it_works_with_no_engine_and_no_gateway_installed(arguments: list[str]) 
 @pytest.mark.parametrize(
     ("arguments", "extra"),
     [(["mlx-lm", "--help"], "mlx"), (["demo"], "mlx"), (["serve"], "gateway")],
-    ids=" ".join,
+    ids=["mlx-lm", "demo", "serve"],
 )
 def test_a_command_without_its_extra_says_what_to_install(arguments: list[str], extra: str) -> None:
     done = run(*arguments, hidden=ENGINES_AND_GATEWAY)
@@ -81,3 +87,24 @@ def test_a_wrong_option_is_exit_code_2() -> None:
     done = run("ls", "--no-such-option")
     assert done.returncode == 2
     assert "Traceback" not in done.stderr
+
+
+def test_every_command_and_option_is_documented() -> None:
+    sections = {
+        part.split("\n", 1)[0]: part for part in (ROOT / "docs" / "cli.md").read_text().split("\n## rewarm ")[1:]
+    }
+    commands = typer.main.get_group(app).commands
+    assert set(sections) == set(commands)
+    for name, command in commands.items():
+        for parameter in command.params:
+            for option in parameter.opts:
+                assert f"`{option}" in sections[name], f"{name} {option}"
+
+
+def test_the_flags_of_the_mlx_lm_worker_are_documented() -> None:
+    done = run("mlx-lm", "--help")
+    assert done.returncode == 0, done.stderr
+    ours = set(re.findall(r"--rewarm-[a-z-]+", done.stdout))
+    assert ours
+    assert ours == set(re.findall(r"--rewarm-[a-z-]+", (ROOT / "docs" / "cli.md").read_text()))
+    assert "--prompt-cache-size" in done.stdout, "mlx-lm's own flags are passed through"

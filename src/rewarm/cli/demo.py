@@ -64,14 +64,14 @@ def as_object(told: Story) -> dict[str, Any]:
 
 
 def _mlx(console: Console) -> StartWorker:
-    last = ""
+    told = -1
 
     def progress(part: float, what: str) -> None:
-        nonlocal last
-        line = f"demo: making the bundled model, {part:4.0%} {what}"
-        if line != last:
-            console.print(line)
-        last = line
+        nonlocal told
+        tenth = int(part * 10)
+        if tenth > told:
+            console.print(f"demo: making the bundled model, once: {part:4.0%} {what}")
+        told = max(told, tenth)
 
     model = extras.bundled_model(progress)
 
