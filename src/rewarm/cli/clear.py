@@ -11,7 +11,7 @@ import typer
 from rewarm.cache.prefix_cache import PrefixCache
 from rewarm.cli.ls import SHORT_FINGERPRINT
 from rewarm.cli.roots import Folder, existing, model_names
-from rewarm.store.commit import Removal
+from rewarm.store.room import Removal
 from rewarm.units import format_bytes
 
 

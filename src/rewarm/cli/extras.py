@@ -7,6 +7,7 @@ brings which package, and nothing of what they do.
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -39,8 +40,9 @@ def bundled_model(progress: Callable[[float, str], None]) -> Path:
         EngineError: mlx-lm or the package with the weights is not installed, or the conversion failed.
     """
     with needs("mlx"):
-        import mlx_lm.server  # noqa: F401 - asks now, so that no worker is started in vain
-
+        # Asked now, so that no model is converted and no worker started in vain.
+        if importlib.util.find_spec("mlx_lm") is None:
+            raise ModuleNotFoundError(name="mlx_lm")
         from rewarm.adapters.mlx import bundled
     return bundled.ensure(progress)
 
