@@ -11,6 +11,7 @@ from rewarm.cli.clear import clear
 from rewarm.cli.demo import demo
 from rewarm.cli.ls import ls
 from rewarm.cli.mlx_lm import SETTINGS, mlx_lm
+from rewarm.cli.serve import serve
 
 app = typer.Typer(
     name="rewarm",
@@ -20,6 +21,7 @@ app = typer.Typer(
     rich_markup_mode=None,
 )
 
+app.command("serve")(serve)
 app.command("mlx-lm", context_settings=SETTINGS)(mlx_lm)
 app.command("ls")(ls)
 app.command("clear")(clear)

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 from rewarm.errors import EngineError
 
@@ -45,6 +46,21 @@ def bundled_model(progress: Callable[[float, str], None]) -> Path:
             raise ModuleNotFoundError(name="mlx_lm")
         from rewarm.adapters.mlx import bundled
     return bundled.ensure(progress)
+
+
+def serve_gateway(given: Mapping[str, Any]) -> None:
+    """Open the gateway and stay until it ends.
+
+    Args:
+        given: the settings that the command line names; the others keep their defaults.
+
+    Raises:
+        EngineError: a package of the gateway is not installed.
+    """
+    with needs("gateway"):
+        from rewarm.gateway.serve import run
+        from rewarm.gateway.settings import Settings
+    run(Settings(**given))
 
 
 @contextlib.contextmanager
