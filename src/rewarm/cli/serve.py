@@ -13,8 +13,8 @@ from rewarm.units import parse_bytes
 
 
 def serve(
-    host: Annotated[str | None, typer.Option(help="The loopback address to listen at.")] = None,
-    port: Annotated[int | None, typer.Option(min=0, max=65535, help="The port to listen at.")] = None,
+    host: Annotated[str | None, typer.Option(metavar="HOST", help="The loopback address to listen at.")] = None,
+    port: Annotated[int | None, typer.Option(min=0, max=65535, metavar="PORT", help="The port to listen at.")] = None,
     folder: Folder = None,
     model: Annotated[
         list[Path] | None,
