@@ -8,10 +8,10 @@ from typing import Annotated
 
 import typer
 
+from rewarm import Removal
 from rewarm.cache.prefix_cache import PrefixCache
 from rewarm.cli.ls import SHORT_FINGERPRINT
 from rewarm.cli.roots import Folder, existing, model_names
-from rewarm.store.room import Removal
 from rewarm.units import format_bytes
 
 
