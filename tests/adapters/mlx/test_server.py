@@ -7,6 +7,7 @@ import json
 import os
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -89,6 +90,77 @@ def test_kill_one_second_after_the_reply_loses_nothing(tiny_model: Path, serve: 
     assert again["rewarm"]["disk_tokens"] >= first["usage"]["prompt_tokens"]
 
 
+def test_replies_decoded_together_are_kept_apart(tiny_model: Path, serve: Serve) -> None:
+    # Prompts of different lengths share one batch, padded on the left: each one's own rows must reach the disk.
+    texts = ["Short.", "A somewhat longer question about rivers. " * 6, "And the longest of all of them. " * 20]
+    follow = "Go on, please."
+    with serve(tiny_model, "--rewarm-off") as server:
+        cold = [server.chat(text, "Yes.", follow, max_tokens=12) for text in texts]
+    with serve(tiny_model) as server:
+        with ThreadPoolExecutor(3) as pool:
+            first = list(pool.map(lambda text: server.chat(text, max_tokens=40), texts))
+        server.terminate()
+    with serve(tiny_model) as server:
+        again = [server.chat(text, "Yes.", follow, max_tokens=12) for text in texts]
+    for i in range(3):
+        assert again[i]["rewarm"]["disk_tokens"] >= first[i]["usage"]["prompt_tokens"]
+        assert reply(again[i]) == reply(cold[i])
+
+
+@pytest.mark.parametrize("damage", ["flip", "noise"])
+def test_damaged_records_are_a_miss_and_the_answer_is_right(
+    tiny_model: Path, serve: Serve, tmp_path: Path, damage: str
+) -> None:
+    texts = ("Tell me of rivers and of lakes. " * 60, "Yes.", "Go on.")
+    with serve(tiny_model) as server:
+        server.chat(*texts[:1])
+        live = server.chat(*texts, max_tokens=12)
+        server.terminate()
+    for record in (tmp_path / "kv").rglob("*.block"):
+        raw = bytearray(record.read_bytes())
+        if damage == "flip":
+            raw[len(raw) // 2] ^= 1
+        else:
+            raw[4096 : 4096 + 65536] = os.urandom(len(raw[4096 : 4096 + 65536]))
+        record.write_bytes(raw)
+    with serve(tiny_model) as server:
+        again = server.chat(*texts, max_tokens=12)
+        assert (cached(again), again["rewarm"]["reason"]) == (0, "corrupt")
+        assert reply(again) == reply(live)
+        assert "quarantine" in server.text()
+
+
+def test_other_weights_under_the_same_path_size_and_time_are_another_model(
+    bundled_model: Path, serve: Serve, tmp_path: Path
+) -> None:
+    from tiny_models import llama_config, write_model
+
+    folder = write_model(tmp_path / "model", llama_config(vocab=49152), bundled_model, seed=1)
+    before = (folder / "model.safetensors").stat()
+    with serve(folder) as server:
+        first = server.chat("The same words.")
+        server.terminate()
+    write_model(folder, llama_config(vocab=49152), bundled_model, seed=2)
+    os.utime(folder / "model.safetensors", ns=(before.st_atime_ns, before.st_mtime_ns))
+    after = (folder / "model.safetensors").stat()
+    assert (after.st_size, after.st_mtime_ns) == (before.st_size, before.st_mtime_ns)
+    with serve(folder) as server:
+        other = server.chat("The same words.")
+        assert (cached(other), other["rewarm"]["reason"]) == (0, "identity_changed")
+        server.terminate()
+    write_model(tmp_path / "elsewhere", llama_config(vocab=49152), bundled_model, seed=1)
+    with serve(tmp_path / "elsewhere") as server:
+        assert cached(server.chat("The same words.")) == first["usage"]["prompt_tokens"] - 1
+
+
+def test_a_full_disk_is_no_error(tiny_model: Path, serve: Serve, tmp_path: Path) -> None:
+    with serve(tiny_model, "--rewarm-dir", str(tmp_path / "kv"), "--rewarm-min-free", "1000TiB") as server:
+        for _ in range(2):
+            assert server.chat("Hello there. " * 100)["usage"]["completion_tokens"] > 0
+        assert server.terminate() == 0
+    assert not [path for path in (tmp_path / "kv").rglob("*") if path.suffix in (".block", ".point")]
+
+
 def test_streams_report_the_cache_in_the_usage_chunk(tiny_model: Path, serve: Serve) -> None:
     with serve(tiny_model) as server:
         server.stream("Hello there, how are you today?")
@@ -106,22 +178,31 @@ def test_requests_served_one_at_a_time_are_restored_too(tiny_model: Path, serve:
     assert cached(again) == again["rewarm"]["disk_tokens"] == again["usage"]["prompt_tokens"] - 1
 
 
-@pytest.mark.parametrize("context", [7, 20, 0])
-def test_penalties_see_the_tokens_that_they_would_see_cold(tiny_model: Path, serve: Serve, context: int) -> None:
-    text = "red green blue red green blue red green blue " * 4
-    asked = {"seed": 3, "repetition_penalty": 1.8, "repetition_context_size": context, "max_tokens": 12}
+def test_penalties_see_the_tokens_that_they_would_see_cold(tiny_model: Path, serve: Serve) -> None:
+    # 0 stands for all tokens.
+    contexts = (7, 20, 0)
+
+    def ask(server: Server, context: int) -> dict[str, Any]:
+        penalty = {"repetition_penalty": 1.8, "repetition_context_size": context}
+        return server.chat("red green blue " * 12, seed=3, max_tokens=12, **penalty)
+
     with serve(tiny_model, "--rewarm-off") as server:
-        cold = server.chat(text, **asked)
-    assert cold["rewarm"]["reason"] == "disabled"
+        # Each begins at the template's own system prompt, so the engine's memory gives those few tokens, no more.
+        cold = [ask(server, context) for context in contexts]
     with serve(tiny_model) as server:
-        server.chat(text)
-        memory = server.chat(text, **asked)
+        server.chat("red green blue " * 12)
+        memory = [ask(server, context) for context in contexts]
         server.terminate()
-    with serve(tiny_model) as server:
-        disk = server.chat(text, **asked)
-    n = cold["usage"]["prompt_tokens"]
-    assert cached(memory) == cached(disk) == (n - context if context else 0)
-    assert reply(memory) == reply(disk) == reply(cold)
+    disk = []
+    for context in contexts:
+        # A worker each: what one request computes would serve the next from memory.
+        with serve(tiny_model) as server:
+            disk.append(ask(server, context))
+    for i, context in enumerate(contexts):
+        n = cold[i]["usage"]["prompt_tokens"]
+        assert cached(memory[i]) == cached(disk[i]) == (n - context if context else 0)
+        assert disk[i]["rewarm"]["disk_tokens"] == cached(disk[i])
+        assert reply(memory[i]) == reply(disk[i]) == reply(cold[i])
 
 
 def test_a_cache_class_without_a_codec_is_served_uncached(windowed_model: Path, serve: Serve) -> None:

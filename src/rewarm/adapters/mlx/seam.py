@@ -258,12 +258,13 @@ class ResponseGenerator(engine.ResponseGenerator):
     def __init__(self, provider: ModelProvider, prompt_cache: StoredPromptCache, on_end: Callable[[str], None]) -> None:
         self.ready = threading.Event()
         self._on_end = on_end
+        self._ended = False
         super().__init__(provider, prompt_cache)
 
     @property
     def is_healthy(self) -> bool:
         """Whether a request can be served now (any thread)."""
-        return self.ready.is_set() and bool(self.generation_available())
+        return self.ready.is_set() and not self._ended and self._generation_thread.is_alive()
 
     def stop(self, timeout: float) -> bool:
         """Ask the generation thread to end and wait for it; False if it is still busy (any thread)."""
@@ -271,20 +272,17 @@ class ResponseGenerator(engine.ResponseGenerator):
         self._generation_thread.join(timeout)
         return not self._generation_thread.is_alive()
 
-    def _run_generate(self) -> None:
-        try:
-            self._generate()
-        except Exception as error:
-            log.exception("rewarm: the generation thread ended")
-            self._generation_failed = True
-            self._on_end(f"{type(error).__name__}: {error}")
-
     def _generate(self) -> None:
-        # The engine loads the default model first thing in here; loading it now makes that a no-op and tells
-        # when the model is there.
-        self.model_provider.load_default()
-        self.ready.set()
-        super()._generate()
+        try:
+            # The engine loads the default model first thing in here; loading it now makes that a no-op and tells
+            # when the model is there.
+            self.model_provider.load_default()
+            self.ready.set()
+            super()._generate()
+        except Exception as error:
+            self._ended = True
+            self._on_end(f"{type(error).__name__}: {error}")
+            raise
 
     def _next_request(self, timeout: float | None = None) -> Any:
         request = super()._next_request(timeout)
@@ -293,12 +291,12 @@ class ResponseGenerator(engine.ResponseGenerator):
         queue, *others = request
         return (_ContextQueue(queue, self.prompt_cache.begin), *others)
 
-    def _serve_single(self, request: Any, stream: Any) -> None:
+    def _serve_single(self, request: Any, *stream: Any) -> None:
         _, _, args = request
         self.prompt_cache.keep_rest = _tokens_looked_at(args.logits)
         self.prompt_cache.expect_fetch()
         try:
-            super()._serve_single(request, stream)
+            super()._serve_single(request, *stream)
         finally:
             self.prompt_cache.keep_rest = 1
 
