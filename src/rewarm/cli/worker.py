@@ -121,6 +121,7 @@ class Worker:
                     raise self._failure(f"answered {response.status}: {_error_in(response.read())}")
                 return self._read(response, sent_at)
         except (OSError, http.client.HTTPException, ValueError) as error:
+            self._let_it_end()
             raise self._failure(f"broke off the reply ({type(error).__name__}: {error})") from error
 
     def _read(self, response: http.client.HTTPResponse, sent_at: float) -> Reply:
@@ -174,6 +175,12 @@ class Worker:
         finally:
             connection.close()
 
+    def _let_it_end(self) -> None:
+        """A connection breaks a moment before its process is gone: wait that moment, to know its exit status."""
+        if self._process is not None:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._process.wait(1.0)
+
     def _failure(self, what: str) -> EngineError:
         code = self._process.poll() if self._process else None
         ended = "" if code is None else f" Its exit status was {code}."
@@ -183,7 +190,12 @@ class Worker:
 
 
 def _events(response: http.client.HTTPResponse) -> Iterator[dict[str, Any]]:
-    """The JSON objects of a server-sent stream, up to its `[DONE]`."""
+    """The JSON objects of a server-sent stream, up to its `[DONE]`.
+
+    Raises:
+        http.client.HTTPException: the stream ended without it.
+        ValueError: an event is no JSON object.
+    """
     for line in response:
         if not line.startswith(b"data:"):
             continue
@@ -194,6 +206,7 @@ def _events(response: http.client.HTTPResponse) -> Iterator[dict[str, Any]]:
         if not isinstance(event, dict):
             raise ValueError(f"an event is no object: {data[:80]!r}")
         yield event
+    raise http.client.HTTPException("the stream ended early")
 
 
 def _error_in(body: bytes) -> str:
