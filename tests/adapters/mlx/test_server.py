@@ -179,29 +179,31 @@ def test_requests_served_one_at_a_time_are_restored_too(tiny_model: Path, serve:
 
 
 def test_penalties_see_the_tokens_that_they_would_see_cold(tiny_model: Path, serve: Serve) -> None:
-    # 0 stands for all tokens.
-    contexts = (7, 20, 0)
+    contexts = (7, 20, 0)  # 0 stands for all tokens
+
+    def text(context: int) -> str:
+        # Each its own, from the first word on: no request finds more than the template's own system prompt.
+        return f"{context} colours: " + "red green blue " * 12
 
     def ask(server: Server, context: int) -> dict[str, Any]:
         penalty = {"repetition_penalty": 1.8, "repetition_context_size": context}
-        return server.chat("red green blue " * 12, seed=3, max_tokens=12, **penalty)
+        return server.chat(text(context), seed=3, max_tokens=12, **penalty)
 
     with serve(tiny_model, "--rewarm-off") as server:
-        # Each begins at the template's own system prompt, so the engine's memory gives those few tokens, no more.
         cold = [ask(server, context) for context in contexts]
     with serve(tiny_model) as server:
-        server.chat("red green blue " * 12)
-        memory = [ask(server, context) for context in contexts]
+        for context in contexts:
+            server.chat(text(context))
         server.terminate()
-    disk = []
-    for context in contexts:
-        # A worker each: what one request computes would serve the next from memory.
-        with serve(tiny_model) as server:
-            disk.append(ask(server, context))
+    with serve(tiny_model) as server:
+        disk = [ask(server, context) for context in contexts]
+        memory = [ask(server, context) for context in contexts]
     for i, context in enumerate(contexts):
         n = cold[i]["usage"]["prompt_tokens"]
+        assert n - cached(cold[i]) > 20
         assert cached(memory[i]) == cached(disk[i]) == (n - context if context else 0)
         assert disk[i]["rewarm"]["disk_tokens"] == cached(disk[i])
+        assert memory[i]["rewarm"]["memory_tokens"] == cached(memory[i])
         assert reply(memory[i]) == reply(disk[i]) == reply(cold[i])
 
 

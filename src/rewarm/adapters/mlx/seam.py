@@ -131,13 +131,9 @@ class ModelProvider(engine.ModelProvider):
             return None, (Reason.DISABLED, "With a draft model, requests are served uncached.")
         if self.is_distributed:
             return None, (Reason.DISABLED, "With more than one machine, requests are served uncached.")
-        args = self.cli_args
-        kv = {
-            "kv_bits": args.kv_bits,
-            "kv_group_size": args.kv_group_size,
-            "kv_start": args.quantized_kv_start,
-        }
-        settings = kv if args.kv_bits is not None else {}
+        names = ("kv_bits", "kv_group_size", "quantized_kv_start")
+        kv = {name: getattr(self.cli_args, name, None) for name in names}
+        settings = kv if kv["kv_bits"] is not None else {}
         model, adapter = folders[0], folders[1] if len(folders) > 1 else None
         try:
             return identity.from_files(model, adapter, settings), (Reason.HIT, "")
