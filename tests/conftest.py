@@ -40,7 +40,7 @@ def home(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFacto
     """A home folder of the test's own; the user's cache, models and settings are out of reach."""
     folder = tmp_path_factory.getbasetemp() / "home"
     shutil.rmtree(folder, ignore_errors=True)
-    folder.mkdir()
+    folder.mkdir(exist_ok=True)
     for name in [name for name in os.environ if name.startswith("REWARM_")]:
         monkeypatch.delenv(name)
     for name in ("HOME", "USERPROFILE", "LOCALAPPDATA", "APPDATA"):
