@@ -10,11 +10,11 @@ import mlx.core as mx
 import pytest
 from mlx_lm import stream_generate
 from mlx_lm.models.cache import RotatingKVCache, make_prompt_cache
-from tiny_models import TOKENS, tiny_llama
+from tiny_models import TOKENS, llama_config, tiny_llama, write_model
 
 import rewarm
 from rewarm.adapters.mlx import PromptCache
-from rewarm.adapters.mlx.identity import from_live_model
+from rewarm.adapters.mlx.identity import from_files, from_live_model
 
 
 class Words:
@@ -134,6 +134,30 @@ def test_the_identity_of_a_live_model() -> None:
     assert from_live_model(tiny_llama(dtype=mx.float32)).fingerprint != known
     model.args.rope_theta = 20000.0
     assert from_live_model(model).fingerprint != known
+
+
+def test_the_identity_of_a_model_folder(tmp_path: Path, bundled_model: Path) -> None:
+    def fingerprint(*args: Any) -> str:
+        known = from_files(*args)
+        assert known.wait(30), known.error
+        return str(known.fingerprint)
+
+    folder = write_model(tmp_path / "model", llama_config(vocab=49152), bundled_model)
+    plain = fingerprint(folder)
+    other = {"kv_bits": 8, "kv_group_size": 64, "quantized_kv_start": 0}
+    changed = [fingerprint(folder, None, other), fingerprint(folder, None, {**other, "kv_bits": 4})]
+    for scale in (10.0, 20.0):
+        adapter = tmp_path / f"adapter-{scale}"
+        adapter.mkdir()
+        (adapter / "adapters.safetensors").write_bytes(b"the same weights")
+        (adapter / "adapter_config.json").write_text(f'{{"lora_parameters": {{"scale": {scale}}}}}')
+        changed.append(fingerprint(folder, adapter))
+    (folder / "model.py").write_text("class Model: ...")
+    changed.append(fingerprint(folder))
+    assert len({plain, *changed}) == 6
+    (folder / "model.py").unlink()
+    (folder / "README.md").write_text("Words change no weights.")
+    assert fingerprint(folder) == plain
 
 
 def test_a_scale_that_is_no_parameter_is_part_of_the_identity() -> None:

@@ -80,6 +80,20 @@ def test_a_second_conversation_shares_the_system_prompt(tiny_model: Path, serve:
     assert sorted((tmp_path / "kv").rglob("*.block")) == blocks
 
 
+def test_one_tail_a_turn(tiny_model: Path, serve: Serve, tmp_path: Path) -> None:
+    with serve(tiny_model) as server:
+        body = {"prompt": "Once upon a time there was a river.", "max_tokens": 4, "temperature": 0.0}
+        status, _, answer = server.request("POST", "/v1/completions", body)
+        assert (status, cached(json.loads(answer))) == (200, 0)
+        server.terminate()
+    # The engine hands over the prompt's end too, which is no place of its own: rows can be cut anywhere.
+    assert len(list((tmp_path / "kv").rglob("*.point"))) == 1
+    with serve(tiny_model) as server:
+        server.chat("Hello.", system="Be brief.")
+        server.terminate()
+    assert len(list((tmp_path / "kv").rglob("*.point"))) == 3
+
+
 def test_kill_one_second_after_the_reply_loses_nothing(tiny_model: Path, serve: Serve) -> None:
     with serve(tiny_model) as server:
         first = server.chat("Count to ten. " * 40)

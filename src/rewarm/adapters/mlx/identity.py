@@ -7,6 +7,7 @@ Knows nothing of caches and tokens.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import importlib.metadata
 import inspect
@@ -80,10 +81,13 @@ def _parameters(model: nn.Module) -> Iterator[tuple[str, str, tuple[int, ...], n
 
 
 def stamp(folders: Iterable[Path]) -> Stamp:
-    """What tells, without reading, that no file of `folders` has changed. A missing folder is empty."""
-    files = sorted(path for folder in folders for path in folder.glob("*") if path.is_file())
-    stats = [(str(path), path.stat()) for path in files]
-    return tuple((name, s.st_size, s.st_mtime_ns, s.st_ctime_ns, s.st_ino) for name, s in stats)
+    """What tells, without reading, that no file of `folders` has changed. What is not there is left out."""
+    found = []
+    for path in sorted(path for folder in folders for path in folder.glob("*")):
+        with contextlib.suppress(OSError):
+            s = path.stat()
+            found.append((str(path), s.st_size, s.st_mtime_ns, s.st_ctime_ns, s.st_ino))
+    return tuple(found)
 
 
 def _arguments(model: nn.Module) -> Any:

@@ -148,7 +148,7 @@ def _listen(host: str, port: int, handler: Callable[..., Handler]) -> ThreadingH
         OSError: the address is in use, or none of this machine.
     """
     family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
-    server_class = type("Server", (ThreadingHTTPServer,), {"address_family": family, "daemon_threads": True})
+    server_class = type("Server", (ThreadingHTTPServer,), {"address_family": family, "request_queue_size": 128})
     server: ThreadingHTTPServer = server_class(address, handler)
     return server
 
