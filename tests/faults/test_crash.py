@@ -56,23 +56,25 @@ def examine(job: Job, outcome: Outcome) -> None:
     assert not list((root / "tmp").iterdir())
 
 
-def random_job(tmp_path: Path, seed: int) -> Job:
-    """A job that is killed within the time that its work takes."""
+def random_job(tmp_path: Path, seed: int, took_s: float) -> Job:
+    """A job that is killed within the time that such work takes."""
     chance = random.Random(seed)
     return Job(
         str(tmp_path / f"kv-{seed}"),
         chance.choice(list(LAYERS)),
         seed,
         n_turns=12,
-        max_files=chance.choice([None, 12, 20]),
-        kill_after_s=chance.uniform(0.0, 0.25),
+        max_files=chance.choice([None, 16, 24]),
+        kill_after_s=chance.uniform(0.0, took_s),
     )
 
 
 def killed_at_random(forker: Parent, tmp_path: Path, seeds: range) -> None:
     n_killed, n_confirmed = 0, 0
+    whole = [forker.run(Job(str(tmp_path / f"whole-{i}"), seed=i, n_turns=12)) for i in range(2)]
+    took_s = min(outcome.took_s for outcome in whole)
     for seed in seeds:
-        job = random_job(tmp_path, seed)
+        job = random_job(tmp_path, seed, took_s)
         outcome = forker.run(job)
         assert outcome.killed or outcome.status == 0, f"seed {seed}: {outcome}"
         n_killed += outcome.killed
@@ -82,7 +84,7 @@ def killed_at_random(forker: Parent, tmp_path: Path, seeds: range) -> None:
         except BaseException:
             print(f"seed {seed}: {job} {outcome}")  # noqa: T201
             raise
-    assert n_killed >= len(seeds) // 3
+    assert n_killed >= len(seeds) // 2
     assert n_confirmed
 
 
@@ -119,7 +121,7 @@ def test_b057_killed_at_every_step_of_three_saves_with_eviction(forker: Parent, 
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("kind", LAYERS)
 def test_b057_killed_at_every_step(forker: Parent, tmp_path: Path, kind: str) -> None:
-    killed_at_every_step(forker, tmp_path, Job(str(tmp_path / "whole"), kind, seed=3, n_turns=8, max_files=14))
+    killed_at_every_step(forker, tmp_path, Job(str(tmp_path / "whole"), kind, seed=3, n_turns=8, max_files=16))
 
 
 def test_b062_leftovers_of_dead_processes_are_removed_and_those_of_living_ones_are_not(tmp_path: Path) -> None:
@@ -128,7 +130,7 @@ def test_b062_leftovers_of_dead_processes_are_removed_and_those_of_living_ones_a
     (tmp / f"{'0' * 16}-3.tmp").write_bytes(b"x" * 5000)
     (tmp / f"{'1' * 16}.lock").write_bytes(b"")
     other = Driver(tmp_path / "kv")
-    assert [path.name for path in tmp.iterdir() if path.name.startswith(("0", "1") * 1) and len(set(path.name[:16])) == 1] == []
+    assert not list(tmp.glob("0000*")) + list(tmp.glob("1111*"))
     assert len(list(tmp.glob("*.lock"))) == 2
     driver.save(range(9))
     driver.flush()

@@ -18,7 +18,6 @@ from typing import Any
 import numpy as np
 
 from rewarm.cache.prefix_cache import PrefixCache
-from rewarm.state.layout import Kind
 from rewarm.state.sequence import Array, SequenceState, Tensor
 
 BLOCK_TOKENS = 4

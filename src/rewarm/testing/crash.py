@@ -68,6 +68,8 @@ class Job:
         saved: list[list[int]] = []
         for turn in range(self.n_turns):
             start = chance.choice(saved[-3:]) if saved and chance.random() < 0.8 else []
+            if len(start) > 25:  # so that every conversation fits the smallest limits
+                start = []
             keep = len(start) if chance.random() < 0.7 else chance.randint(0, len(start))
             saved.append([*start[:keep], turn, *(chance.randint(0, 9) for _ in range(chance.randint(0, 9)))])
         return saved

@@ -14,6 +14,7 @@ from typing import Any
 
 from rewarm.cache.identity import Identity
 from rewarm.cache.namespace import Match, Namespace
+from rewarm.cache.policy import Policy
 from rewarm.cache.prefix_cache import PrefixCache, open_cache
 from rewarm.cache.writer import SaveReport
 from rewarm.format.record import PRELUDE, Header, read_header, read_prelude, round_up
@@ -85,6 +86,7 @@ class Driver:
         block_tokens: tokens per block of a new root.
         limits: of a new root.
         disk: the file operations, or None for the real ones.
+        policy: of a new root.
         perfect: everything that was saved.
         lossy: whether something may be missing, so that the perfect model is an upper bound.
     """
@@ -95,6 +97,7 @@ class Driver:
     limits: Limits = ROOMY
     disk: Disk | None = None
     clock: Callable[[], float] = time.time
+    policy: Policy = Policy(thin=False)  # the perfect model keeps every point
     perfect: PerfectCache = field(default_factory=PerfectCache)
     lossy: bool = False
 
@@ -106,7 +109,7 @@ class Driver:
         """Open the cache, as a new process would."""
         limits = None if (self.root / "store.json").exists() else self.limits
         self.cache: PrefixCache = open_cache(
-            self.root, limits, None, self.block_tokens, disk=self.disk, clock=self.clock
+            self.root, limits, self.policy, self.block_tokens, disk=self.disk, clock=self.clock
         )
         self._namespaces: dict[Any, Namespace] = {}
 
