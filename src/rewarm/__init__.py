@@ -15,8 +15,8 @@ from rewarm.errors import EngineError, RewarmError, RootError, SettingsError
 from rewarm.state.layout import Kind, Layout, TensorSpec
 from rewarm.state.reason import Boundary, Dropped, Reason
 from rewarm.state.sequence import Opaque, Rows, SequenceState, Window
-from rewarm.store.commit import Removal
 from rewarm.store.entries import Entry
+from rewarm.store.room import Removal
 from rewarm.store.settings import Limits
 
 __version__ = "0.1.0"

@@ -83,8 +83,8 @@ class Table:
         i = bisect.bisect_left([child.tokens for child in found], tokens)
         return found[i] if i < len(found) else None
 
-    def gone(self, key: Key) -> Reason | None:
-        return self.holes.get(key)
+    def gone(self, keys: Sequence[Key]) -> Reason | None:
+        return next((self.holes[key] for key in keys if key in self.holes), None)
 
     def plan(self, prompt: Sequence[int]) -> Plan:
         return plan(self.layout, self.chain(prompt), self)
@@ -97,9 +97,7 @@ LAYOUTS = [ROWS_ONLY, Layout((ROWS,), 3), HYBRID, Layout((STATE,)), windowed(3),
 
 @settings(max_examples=300, deadline=None)
 @given(SEQUENCES, PROMPT, st.integers(1, 5), st.sampled_from(LAYOUTS))
-def test_the_plan_is_the_perfect_models(
-    saved: list[list[int]], prompt: list[int], size: int, layout: Layout
-) -> None:
+def test_the_plan_is_the_perfect_models(saved: list[list[int]], prompt: list[int], size: int, layout: Layout) -> None:
     table, perfect = Table(layout, size), PerfectCache()
     for tokens in saved:
         table.save(tokens)

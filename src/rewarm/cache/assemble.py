@@ -105,7 +105,10 @@ class Assembly:
     def _take_windows(self, plan: Plan, header: Header, arrays: dict[str, Array], read: Read) -> None:
         """Fill the windows from the point's own run and from the runs of earlier points, latest first."""
         for spec in self.layout.windows:
-            self._arrays[spec.name] = np.empty(spec.shape_with(spec.window_rows(plan.n)), spec.storage)
+            target = np.empty(spec.shape_with(spec.window_rows(plan.n)), spec.storage)
+            kept = (*(slice(None),) * spec.axis, slice(0, spec.window_span(plan.n)[0]))
+            target[kept] = arrays[spec.name][kept]
+            self._arrays[spec.name] = target
         open_until = {spec.name: plan.n for spec in self.layout.windows}
         for key in plan.points:
             if key != plan.tail:
@@ -129,8 +132,6 @@ class Assembly:
         lead = (slice(None),) * spec.axis
         own_kept = min(spec.keep, header.n)
         run_start = header.n - (source.shape[spec.axis] - own_kept)
-        if until == n:
-            target[(*lead, slice(0, kept))] = source[(*lead, slice(0, kept))]
         begin, end = max(start, int(run_start)), min(until, header.n)
         if end < until or begin >= end:
             return until

@@ -15,8 +15,8 @@ from rewarm.state.chain import Chain, Key
 from rewarm.state.layout import Kind, Layout, TensorSpec
 from rewarm.state.plan import tail_tokens
 from rewarm.state.sequence import Array, SequenceState
-from rewarm.store.commit import Draft
 from rewarm.store.files import RecordName
+from rewarm.store.saves import Draft
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -7,13 +7,15 @@ It knows plans and records, not files or SQL, and is used from any thread.
 from __future__ import annotations
 
 import logging
+import math
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from rewarm.cache.assemble import Assembly, ForeignRecord, Into
 from rewarm.cache.description import explain_change
+from rewarm.cache.drafts import keys_of
 from rewarm.cache.identity import Identity
 from rewarm.cache.memory import free_memory
 from rewarm.cache.saver import Ending, Saver, Shared
@@ -32,6 +34,9 @@ log = logging.getLogger("rewarm.cache")
 
 FIND_DEADLINE_S = 0.2
 RESTORE_DEADLINE_S = 30.0
+MAX_TEXT = 4096
+"""Characters of a label, and of a text in `meta`."""
+
 _ATTEMPTS = 64
 """Plans that one restore tries; each one begins below a record that failed."""
 
@@ -104,6 +109,7 @@ class Namespace:
                 return Match(0, Reason.UNAVAILABLE, {"identity": self.identity.error}, tokens=tokens)
             return Match(0, Reason.IDENTITY_PENDING, tokens=tokens)
         try:
+            self._writer.heed()
             return self._longest(fingerprint, tokens)
         except TimeoutError:
             return Match(0, Reason.TIMEOUT, tokens=tokens)
@@ -129,6 +135,18 @@ class Namespace:
     def _chain(self, fingerprint: bytes, layout: Layout, tokens: Tokens) -> Chain:
         size = self._store.block_tokens
         return Chain(root_key(size, fingerprint, layout.digest, self._tenant), tokens, size)
+
+    def holds_any(self, keys: Collection[Key], tokens: Iterable[int] | Tokens) -> bool:
+        """Whether the state after `tokens` goes through one of `keys`: for adapters, when they are told to forget."""
+        fingerprint = self.identity.fingerprint_bytes
+        if fingerprint is None:
+            return False
+        own = as_tokens(tokens)
+        for layout in self._store.layouts(fingerprint):
+            chain = self._chain(fingerprint, layout, own)
+            if any(key in keys for key in keys_of(chain)):
+                return True
+        return False
 
     # Restoring.
 
@@ -229,19 +247,24 @@ class Namespace:
             give: the caller leaves the arrays alone until `report.done`; copied all the same for now.
 
         Raises:
-            ValueError: tokens and state do not fit each other, or the boundary is not one.
+            ValueError: tokens and state do not fit each other, the boundary is not one, or label or meta hold
+                what a record cannot.
         """
         own = as_tokens(tokens)
         boundary = Boundary(boundary)
         if len(own) != state.n_tokens:
             raise ValueError(f"{len(own)} tokens for a state of {state.n_tokens}")
         layout = state.layout()
+        _check_words(state.meta, label)
         if state.n_tokens == 0 or not state.tensors or state.n_tokens < state.valid_from:
             self._stats.dropped(Dropped.EMPTY)
             return SaveReport(state.n_tokens, reason=Dropped.EMPTY)
-        if self.identity.error:
-            self._stats.dropped(Dropped.IDENTITY_FAILED)
-            return SaveReport(state.n_tokens, reason=Dropped.IDENTITY_FAILED)
+        reason = Dropped.IDENTITY_FAILED if self.identity.error else None
+        if reason is None and state.n_tokens < self._writer.policy().min_tokens:
+            reason = Dropped.TOO_SHORT
+        if reason is not None:
+            self._stats.dropped(reason)
+            return SaveReport(state.n_tokens, reason=reason)
         return self._saver.save(own, state, layout, Ending(boundary, label))
 
 
@@ -267,3 +290,31 @@ class _Reader:
 
 def _nothing(reason: Reason) -> SequenceState:
     return SequenceState(0, {}, reason=reason)
+
+
+def _check_words(meta: Mapping[str, Any], label: str | None) -> None:
+    """Refuse what a record's header cannot hold.
+
+    Raises:
+        ValueError: a label or a value of `meta` that is not plain, or too long.
+    """
+    for text in (*meta, *meta.values(), label):
+        plain = text is None or isinstance(text, bool | str)
+        if isinstance(text, int):
+            plain = -(2**63) <= text < 2**63
+        elif isinstance(text, float):
+            plain = math.isfinite(text)
+        if not plain:
+            raise ValueError(f"meta holds plain values only (str, int, float, bool, None), not {text!r}")
+        if isinstance(text, str) and (len(text) > MAX_TEXT or not _is_unicode(text)):
+            raise ValueError(f"label and meta hold text of at most {MAX_TEXT} characters, without lone surrogates")
+    if not all(isinstance(name, str) for name in meta):
+        raise ValueError("the names in meta are strings")
+
+
+def _is_unicode(text: str) -> bool:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True

@@ -25,14 +25,15 @@ from rewarm.cache import stats as counting
 from rewarm.cache.identity import Identity
 from rewarm.cache.memory import queue_limit
 from rewarm.cache.namespace import Match, Namespace
-from rewarm.cache.policy import Policy
+from rewarm.cache.policy import Policy, read_policy
 from rewarm.cache.saver import Shared
 from rewarm.cache.stats import Stats
 from rewarm.cache.writer import Writer
+from rewarm.state.chain import Key
 from rewarm.store.check import Report
-from rewarm.store.commit import Removal
 from rewarm.store.disk import Disk
 from rewarm.store.entries import Entry
+from rewarm.store.room import Removal
 from rewarm.store.settings import Limits, Settings
 from rewarm.store.store import Store
 
@@ -124,15 +125,24 @@ class PrefixCache:
     def forget(self, entry: Entry | str, *, dry_run: bool = False) -> Removal:
         """Erase an entry and every record that only it needs; what waits to be written is written first."""
         self.flush()
-        return self.store.forget(_entry_id(entry), dry_run=dry_run)
+        removal = self.store.forget(_entry_id(entry), dry_run=dry_run)
+        self.flush()
+        return removal
+
+    def on_forget(self, callback: Callable[[frozenset[Key]], None]) -> None:
+        """Have `callback(keys)` called when a conversation is forgotten, by whichever process: see `holds_any`."""
+        self._writer.on_forget(callback)
 
     def clear(self, namespace: Namespace | str | None = None, *, dry_run: bool = False) -> Removal:
         """Erase all records, pinned ones too: of one namespace (or fingerprint, hex), or of all."""
         self.flush()
         if isinstance(namespace, Namespace):
-            fingerprint = namespace.identity.fingerprint
-            return self.store.clear(_fingerprint(fingerprint), dry_run=dry_run) if fingerprint else Removal()
-        return self.store.clear(_fingerprint(namespace), dry_run=dry_run)
+            namespace = namespace.identity.fingerprint
+            if namespace is None:
+                return Removal()
+        removal = self.store.clear(_fingerprint(namespace), dry_run=dry_run)
+        self.flush()
+        return removal
 
     def touch(self, match: Match) -> None:
         """Note that a prefix was used, though the engine's own memory served it."""
@@ -142,6 +152,19 @@ class PrefixCache:
     def set_limits(self, limits: Limits) -> Removal:
         """Change the limits that are given; evicts at once, and says what."""
         return self.store.set_limits(limits)
+
+    def set_policy(self, policy: Policy) -> None:
+        """Change the switchable rules; every process sees them within a second or at its next save.
+
+        Raises:
+            ValueError: a value makes no sense.
+        """
+        policy.check()
+        self.store.set_policy(msgspec.to_builtins(policy))
+
+    def policy(self) -> Policy:
+        """The switchable rules in force."""
+        return read_policy(self.store.settings().policy)
 
     def settings(self) -> Settings:
         """What `store.json` says now: limits, block size, policy, pins."""
@@ -195,6 +218,8 @@ def open_cache(
         RootError: the folder cannot be used; says why and what to do.
     """
     root = Path(path) if path is not None else default_root()
+    if policy is not None:
+        policy.check()
     rules = msgspec.to_builtins(policy) if policy is not None else None
     return PrefixCache(Store.open(root, limits, rules, block_tokens, disk), clock)
 

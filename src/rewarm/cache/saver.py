@@ -21,7 +21,7 @@ from rewarm.state.layout import Layout
 from rewarm.state.plan import MAX_AFTER, plan
 from rewarm.state.reason import Boundary, Dropped
 from rewarm.state.sequence import SequenceState
-from rewarm.store.commit import Draft, Save
+from rewarm.store.saves import Draft, Save
 from rewarm.store.store import Store
 
 log = logging.getLogger("rewarm.cache")
@@ -93,7 +93,7 @@ class Saver:
             self._shared.stats.dropped(Dropped.QUEUE_FULL)
             if not made.drafts:
                 return report
-        self._shared.writer.put(Job(lambda: self._ready(save), made.nbytes, report, save))
+        self._shared.writer.put(Job(self._ready, made.nbytes, report, save))
         return report
 
     def _save_later(self, own: Tokens, state: SequenceState, layout: Layout, ending: Ending) -> SaveReport:
@@ -105,7 +105,7 @@ class Saver:
         held = private(state)
         report = SaveReport(len(own), nbytes)
 
-        def prepare() -> Save | None:
+        def prepare(_: Save | None) -> Save | None:
             if self._identity.error:
                 raise RewarmError(self._identity.error)
             fingerprint = self._identity.fingerprint_bytes
@@ -153,9 +153,9 @@ class Saver:
             renews_point=stored.gap,
         )
 
-    def _ready(self, save: Save) -> Save:
+    def _ready(self, save: Save | None) -> Save | None:
         """On the writer's thread, before a save: the namespace's folder says whose it is."""
-        if not self._described:
+        if save is not None and not self._described:
             try:
                 self._shared.store.describe(save.fingerprint, describe(self._identity, self._shared.clock()))
                 self._described = True

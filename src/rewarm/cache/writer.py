@@ -6,20 +6,23 @@ the `PrefixCache` that made it, ends with it, and is the only one that commits s
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
+from rewarm.cache.admission import admit
+from rewarm.cache.policy import Policy, read_policy
 from rewarm.cache.stats import Stats
 from rewarm.errors import IndexFault, RewarmError
 from rewarm.format.record import finite
 from rewarm.state.chain import Key
-from rewarm.state.reason import Dropped
-from rewarm.store.commit import Save
+from rewarm.state.reason import Boundary, Dropped
 from rewarm.store.files import RecordName
+from rewarm.store.saves import Save
 from rewarm.store.store import Store
 
 log = logging.getLogger("rewarm.cache")
@@ -67,13 +70,14 @@ class Job:
     """A save in the queue.
 
     Attributes:
-        prepare: the save; None while its model's identity is not known; raises `RewarmError` when it never will be.
+        prepare: gives the save that is to be written, out of `save`; None while the model's identity is not known;
+            raises `RewarmError` when it never will be.
         nbytes: what it holds in memory.
         report: for the caller.
-        save: what `prepare` gives, where that is known from the start.
+        save: what waits, where it is known already which records that is.
     """
 
-    prepare: Callable[[], Save | None]
+    prepare: Callable[[Save | None], Save | None]
     nbytes: int
     report: SaveReport
     save: Save | None = None
@@ -86,6 +90,7 @@ class _Notes:
     paths: list[tuple[Key, ...]] = field(default_factory=list)
     ends: list[Key] = field(default_factory=list)
     bad: list[tuple[RecordName, str, bool]] = field(default_factory=list)
+    forgets: int | None = None
 
 
 class Writer:
@@ -113,6 +118,11 @@ class Writer:
         self._nbytes = 0
         self._closing = False
         self._passing = 0
+        self._noted_s = time.monotonic()
+        self._policy, self._policy_s = read_policy(store.settings().policy), time.monotonic()
+        self._n_forgets = store.n_forgets()
+        self._heeding = threading.Lock()
+        self._on_forget: list[Callable[[frozenset[Key]], None]] = []
         self._thread = threading.Thread(target=self._run, name="rewarm-writer", daemon=True)
         self._thread.start()
 
@@ -142,11 +152,30 @@ class Writer:
                 self._queue.append(job)
                 self._nbytes += job.nbytes
                 self._changed.notify_all()
+                self._absorb(job)
         if reason is not None:
             self._stats.dropped(reason)
             job.report.queued = False
             job.report.settle(reason)
         return reason is None
+
+    def _absorb(self, job: Job) -> None:
+        """Take the points out of waiting saves whose entry `job` moves on; their blocks are still needed."""
+        for other in self._queue:
+            if other is not job and other.save is not None and job.save is not None and _goes_on(other.save, job.save):
+                blocks = tuple(draft for draft in other.save.drafts if not draft.name.is_point)
+                point_nbytes = sum(draft.nbytes for draft in other.save.drafts if draft.name.is_point)
+                other.save = replace(other.save, drafts=blocks)
+                other.nbytes -= point_nbytes
+                self._nbytes -= point_nbytes
+
+    def policy(self) -> Policy:
+        """The rules in force; read anew after a second, or when a save is written."""
+        now = time.monotonic()
+        if now > self._policy_s + NOTE_INTERVAL_S:
+            with contextlib.suppress(RewarmError):
+                self._policy, self._policy_s = read_policy(self._store.settings().policy), now
+        return self._policy
 
     def note(self, path: tuple[Key, ...], end: Key | None = None) -> None:
         """A path was used now; `end` when it was restored."""
@@ -171,6 +200,40 @@ class Writer:
             self._notes.bad.append((name, why, missing))
             self._changed.notify_all()
 
+    def on_forget(self, callback: Callable[[frozenset[Key]], None]) -> None:
+        """Have `callback(keys)` called when a conversation is forgotten, by whichever process."""
+        self._on_forget.append(callback)
+
+    def heed(self) -> None:
+        """Take note of what was forgotten since the last time: drop queued saves of it, and tell who holds it.
+
+        Raises:
+            IndexFault: the index cannot be used now.
+        """
+        with self._heeding:
+            number = self._store.n_forgets()
+            if number == self._n_forgets:
+                return
+            keys = frozenset(self._store.forgotten_since(self._n_forgets))
+            self._drop(keys)
+            for callback in self._on_forget:
+                callback(keys)
+            self._n_forgets = number
+        with self._changed:
+            self._notes.forgets = number
+            self._changed.notify_all()
+
+    def _drop(self, keys: frozenset[Key]) -> None:
+        """Drop queued saves that would write a forgotten record, or one that hangs from it."""
+        with self._changed:
+            dropped = [job for job in self._queue if job.save is not None and not keys.isdisjoint(_all_keys(job.save))]
+            for job in dropped:
+                self._queue.remove(job)
+                self._nbytes -= job.nbytes
+        for job in dropped:
+            job.report.settle(Dropped.FORGOTTEN)
+            self._stats.dropped(Dropped.FORGOTTEN)
+
     def wake(self) -> None:
         """An identity is known: saves that waited for it can go on."""
         with self._changed:
@@ -180,6 +243,8 @@ class Writer:
 
     def flush(self, timeout: float | None, *, durable: bool = False) -> bool:
         """Wait until everything queued so far is written and every note stored; whether it is."""
+        with contextlib.suppress(IndexFault):
+            self.heed()
         end = None if timeout is None else time.monotonic() + timeout
         with self._changed:
             self._passing += 1
@@ -200,7 +265,7 @@ class Writer:
 
     def _has_notes(self) -> bool:
         notes = self._notes
-        return bool(notes.paths or notes.ends or notes.bad or self._stats.peek())
+        return bool(notes.paths or notes.ends or notes.bad or notes.forgets or self._stats.peek())
 
     def close(self, timeout: float | None) -> int:
         """Stop taking saves, write what waits; how many saves were left unwritten at the deadline."""
@@ -230,7 +295,7 @@ class Writer:
                 stop = self._closing and job is None
             if job is not None:
                 self._finish(job, self._write(job))
-            if job is None or self._passing:
+            if job is None or self._passing or time.monotonic() > self._noted_s + NOTE_INTERVAL_S:
                 self._store_notes()
             if stop:
                 return
@@ -251,7 +316,18 @@ class Writer:
 
     def _write(self, job: Job) -> Dropped | None:
         try:
-            save = job.prepare()
+            return self._try_to_write(job)
+        except Exception:
+            # The last line of defence: whatever is wrong with one save, the thread goes on with the next.
+            log.exception("a save was dropped. What is stored is untouched, and saving goes on.")
+            return Dropped.UNAVAILABLE
+
+    def _try_to_write(self, job: Job) -> Dropped | None:
+        try:
+            save = job.prepare(job.save)
+        except IndexFault as error:
+            log.warning("a save was dropped: %s. What is stored is untouched, and saving goes on.", error)
+            return Dropped.UNAVAILABLE
         except RewarmError as error:
             log.warning("a save was dropped: %s", error)
             return Dropped.IDENTITY_FAILED
@@ -269,16 +345,21 @@ class Writer:
 
     def _commit(self, save: Save) -> Dropped | None:
         now_s = self._clock()
+        day = int(now_s // 86_400)
         try:
+            self.heed()
+            save, dropped = admit(save, self.policy(), self._store, day)
+            if dropped is not None and not save.drafts:
+                return dropped
             outcome = self._store.commit(save, self._spared(), now_s)
             if outcome.nbytes:
-                self._store.count_written(outcome.nbytes, int(now_s // 86_400))
+                self._store.count_written(outcome.nbytes, day)
         except (IndexFault, RewarmError, OSError) as error:
             log.warning("a save was dropped: %s. What is stored is untouched, and saving goes on.", error)
             return Dropped.UNAVAILABLE
         with self._changed:
             self._synced += [draft.name for draft in save.drafts]
-        return outcome.dropped
+        return outcome.dropped or dropped
 
     def _spared(self) -> set[Key]:
         now = time.monotonic()
@@ -290,7 +371,10 @@ class Writer:
         with self._changed:
             notes, self._notes = self._notes, _Notes()
         counts = self._stats.take()
+        self._noted_s = time.monotonic()
         try:
+            if notes.forgets is not None:
+                self._store.note_forgets(notes.forgets)
             for name, why, missing in notes.bad:
                 self._store.settle_bad(name, why, missing=missing)
             if notes.paths or notes.ends or counts:
@@ -301,6 +385,25 @@ class Writer:
             time.sleep(0 if self._closing else 0.05)
         with self._changed:
             self._changed.notify_all()
+        with contextlib.suppress(IndexFault):
+            self.heed()
+
+
+def _goes_on(earlier: Save, later: Save) -> bool:
+    """Whether `later` moves on the entry of `earlier`, whose end nobody will ask for then."""
+    n = earlier.n
+    return (
+        earlier.layout.rows_only
+        and earlier.boundary is not Boundary.SYSTEM
+        and earlier.label in (None, later.label)
+        and earlier.chain.root == later.chain.root
+        and n < later.n
+        and bool((earlier.chain.tokens == later.chain.tokens[:n]).all())
+    )
+
+
+def _all_keys(save: Save) -> list[Key]:
+    return [*save.chain.blocks(), save.chain.point(save.n)]
 
 
 def _latest(paths: Sequence[tuple[Key, ...]]) -> list[tuple[Key, ...]]:

@@ -62,8 +62,8 @@ class Source(Protocol):
         """The first record under `parent`, in token order, at or behind `tokens` (ordered form)."""
         ...
 
-    def gone(self, key: Key) -> Reason | None:
-        """Why `key` is no longer there, where that is known."""
+    def gone(self, keys: Sequence[Key]) -> Reason | None:
+        """Why one of `keys` (500 at most) is no longer there, where that is known."""
         ...
 
 
@@ -195,13 +195,20 @@ def _why_not_more(chain: Chain, source: Source, shared: _Shared, n: int) -> tupl
         return Reason.HIT, {}
     if shared.n > n:
         return Reason.NO_RESTORE_POINT, {"shared": shared.n, "restorable": n}
-    at = shared.n_blocks
-    if at < chain.n_blocks and (gone := source.gone(chain.block(at))) is not None:
-        return gone, {"at": at * chain.block_tokens}
+    if (gone := source.gone(_next_keys(chain, shared))) is not None:
+        return gone, {"at": shared.n}
     if shared.stored_next is not None:
         asked = int(chain.tokens[shared.n])
         return Reason.DIVERGED, {"at": shared.n, "asked_token": asked, "stored_token": shared.stored_next}
     return Reason.NOTHING_STORED, {"stored": shared.n}
+
+
+def _next_keys(chain: Chain, shared: _Shared) -> list[Key]:
+    """The keys that would have brought the match further: the next block, or a point before its end."""
+    first, size = shared.n_blocks * chain.block_tokens, chain.block_tokens
+    if shared.n_blocks < chain.n_blocks:
+        return [chain.block(shared.n_blocks)]
+    return [chain.point(n) for n in range(shared.n + 1, min(len(chain.tokens), first + min(size, 500) - 1) + 1)]
 
 
 def tail_tokens(chain: Chain, n: int) -> Tokens:

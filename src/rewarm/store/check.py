@@ -12,9 +12,10 @@ from dataclasses import dataclass, field
 from rewarm.errors import DamagedRecord, NewerFormat
 from rewarm.format.record import Header
 from rewarm.state.chain import Key
-from rewarm.store.commit import Committer, enter
-from rewarm.store.files import RecordName
-from rewarm.store.index import NewRow
+from rewarm.store.files import Files, RecordName
+from rewarm.store.index import Index, NewRow
+from rewarm.store.recovery import Recovery, enter
+from rewarm.store.removal import Remover
 
 log = logging.getLogger("rewarm.store")
 
@@ -45,16 +46,16 @@ class Report:
         return not (self.damaged or self.missing or self.unknown or self.n_unreadable)
 
 
-def verify(committer: Committer) -> Report:
+def verify(index: Index, files: Files) -> Report:
     """Read every record that the index or the disk knows; changes nothing."""
     report = Report()
-    known = {row.name for row in committer.index.by_use()}
-    on_disk = set(committer.files.records())
+    known = {row.name for row in index.by_use()}
+    on_disk = set(files.records())
     report.missing = sorted(name.file_name for name in known - on_disk)
     report.unknown = sorted(name.file_name for name in on_disk - known)
     for name in sorted(on_disk, key=lambda each: each.key):
         try:
-            committer.files.read(name)
+            files.read(name)
             report.n_good += 1
         except DamagedRecord as error:
             report.damaged.append((name.file_name, str(error)))
@@ -67,7 +68,7 @@ def verify(committer: Committer) -> Report:
     return report
 
 
-def rebuild(committer: Committer, pins: Sequence[str]) -> int:
+def rebuild(recovery: Recovery, remover: Remover, pins: Sequence[str]) -> int:
     """Fill an empty index from the files; how many records were entered.
 
     Recency, hits and counters begin anew. Files that are provably bad go to quarantine.
@@ -75,30 +76,30 @@ def rebuild(committer: Committer, pins: Sequence[str]) -> int:
     points: list[Header] = []
     bad: list[tuple[RecordName, str]] = []
     n = 0
-    with committer.index.transaction():
-        for name in committer.files.records():
+    with recovery.index.transaction():
+        for name in recovery.files.records():
             try:
-                header = committer.files.read_header(name)
+                header = recovery.files.read_header(name)
             except NewerFormat:
                 nowhere = Key(bytes(32))
-                nbytes = committer.files.nbytes(name)
-                committer.index.insert(NewRow(name, nowhere, b"", bytes(32), 0, None, nbytes), 0)
+                nbytes = recovery.files.nbytes(name)
+                recovery.index.insert(NewRow(name, nowhere, b"", bytes(32), 0, None, nbytes), 0)
                 continue
             except DamagedRecord as error:
                 bad.append((name, str(error)))
                 continue
             except OSError:
                 continue
-            enter(committer.index, name, header, committer.files.nbytes(name))
+            enter(recovery.index, name, header, recovery.files.nbytes(name))
             n += 1
             if name.is_point and header.entry:
                 points.append(header)
         for header in sorted(points, key=lambda each: each.n):
-            committer.restore_entry(header)
+            recovery.restore_entry(header)
         for pin in pins:
-            committer.entries.pin(bytes.fromhex(pin), pinned=True)
-        for file_name, nbytes in committer.files.quarantined():
-            committer.index.add_quarantined(file_name, nbytes)
+            recovery.entries.pin(bytes.fromhex(pin), pinned=True)
+        for file_name, nbytes in recovery.files.quarantined():
+            recovery.index.add_quarantined(file_name, nbytes)
     for name, why in bad:
-        committer.quarantine(name, why)
+        remover.quarantine(name, why)
     return n

@@ -23,6 +23,8 @@ from rewarm.store.files import RecordName
 from rewarm.store.schema import PAGE_NBYTES, SCHEMA, VERSION
 
 _BATCH = 500
+REMEMBERED = 10_000
+"""Keys of evicted records, and keys seen once, that are kept."""
 _BUSY = {"SQLITE_BUSY", "SQLITE_LOCKED", "SQLITE_INTERRUPT", "SQLITE_FULL", "SQLITE_READONLY", "SQLITE_IOERR"}
 
 
@@ -309,6 +311,68 @@ class Index:
             total += int(rows[0][0])
         return total
 
+    # Keys that are remembered: evicted, seen once, forgotten.
+
+    def remember_evicted(self, keys: Iterable[Key]) -> None:
+        """Keep the keys of evicted records, the last 10,000 of them."""
+        self._remember("evicted", keys)
+
+    def remember_sightings(self, keys: Iterable[Key]) -> None:
+        """Keep keys that were seen once, the last 10,000 of them."""
+        self._remember("sightings", keys)
+
+    def _remember(self, table: str, keys: Iterable[Key]) -> None:
+        for key in keys:
+            self.execute(f"INSERT OR REPLACE INTO {table} (key) VALUES (?)", (key,))
+        self.execute(f"DELETE FROM {table} WHERE id <= (SELECT MAX(id) FROM {table}) - ?", (REMEMBERED,))
+
+    def among_evicted(self, keys: Sequence[Key]) -> bool:
+        """Whether one of `keys` (500 at most) was evicted lately."""
+        return bool(self._among("SELECT 1 FROM evicted WHERE key", keys, "LIMIT 1"))
+
+    def among_sightings(self, keys: Sequence[Key]) -> set[Key]:
+        """Those of `keys` (500 at most) that were seen before."""
+        return {Key(row[0]) for row in self._among("SELECT key FROM sightings WHERE key", keys)}
+
+    def forget(self, keys: Iterable[Key]) -> int:
+        """Let nobody write `keys` until every living process has taken note; the number of this forgetting."""
+        self.count("forgets", 1)
+        number = self.n_forgets()
+        for key in keys:
+            self.execute("INSERT OR REPLACE INTO forgotten VALUES (?, ?)", (key, number))
+            self.execute("DELETE FROM evicted WHERE key = ?", (key,))
+            self.execute("DELETE FROM sightings WHERE key = ?", (key,))
+        return number
+
+    def n_forgets(self) -> int:
+        """The number of the last forgetting."""
+        found = self.one("SELECT value FROM counters WHERE name = 'forgets'")
+        return int(found[0]) if found else 0
+
+    def forgotten_since(self, number: int) -> set[Key]:
+        """Keys forgotten after the forgetting `number`."""
+        return {Key(row[0]) for row in self.rows("SELECT key FROM forgotten WHERE number > ?", (number,))}
+
+    def are_forgotten(self, keys: Sequence[Key]) -> bool:
+        """Whether one of `keys` (500 at most) may not be written for now."""
+        return bool(self._among("SELECT 1 FROM forgotten WHERE key", keys, "LIMIT 1"))
+
+    def note_forgets(self, process: str, number: int) -> None:
+        """A process has taken note of everything forgotten up to `number`."""
+        self.execute("INSERT OR REPLACE INTO processes VALUES (?, ?)", (process, number))
+
+    def processes(self) -> list[str]:
+        """The processes that must take note."""
+        return [row[0] for row in self.rows("SELECT process FROM processes")]
+
+    def remove_process(self, process: str) -> None:
+        """A process has gone."""
+        self.execute("DELETE FROM processes WHERE process = ?", (process,))
+
+    def settle_forgets(self) -> None:
+        """Drop the keys that every process has taken note of."""
+        self.execute("DELETE FROM forgotten WHERE number <= (SELECT MIN(noted) FROM processes)")
+
     def empty(self) -> None:
         """Take out everything but the counters."""
         for table in ("intent_writes", "intents", "records", "entries", "layouts", "namespaces", "quarantine"):
@@ -393,6 +457,11 @@ class Index:
             " quarantine_files FROM totals"
         )
         return Totals(*map(int, self.one(sql)))
+
+    def condemned_totals(self) -> tuple[int, int]:
+        """Files and bytes of records that are being removed."""
+        row = self.one("SELECT COUNT(*), TOTAL(nbytes) FROM records WHERE condemned != 0")
+        return int(row[0]), int(row[1])
 
     def own_nbytes(self) -> int:
         """Bytes of index and log on the disk, each rounded up to 4 KiB."""

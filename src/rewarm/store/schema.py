@@ -86,6 +86,28 @@ CREATE TABLE entries (
 CREATE INDEX entries_by_end ON entries ("end");
 CREATE INDEX entries_by_parent ON entries (parent);
 
+-- Keys of the last records that were evicted, so that a miss can say so.
+CREATE TABLE evicted (
+    id  INTEGER PRIMARY KEY,
+    key BLOB NOT NULL UNIQUE
+);
+
+-- Keys seen once, where a rule lets only what is seen twice be written.
+CREATE TABLE sightings (
+    id  INTEGER PRIMARY KEY,
+    key BLOB NOT NULL UNIQUE
+);
+
+-- What was forgotten on request, until every living process has taken note.
+CREATE TABLE forgotten (
+    key    BLOB PRIMARY KEY,
+    number INTEGER NOT NULL
+) WITHOUT ROWID;
+CREATE TABLE processes (
+    process TEXT PRIMARY KEY,
+    noted   INTEGER NOT NULL
+) WITHOUT ROWID;
+
 CREATE TABLE totals (
     id               INTEGER PRIMARY KEY CHECK (id = 1),
     record_bytes     INTEGER NOT NULL DEFAULT 0,

@@ -26,12 +26,16 @@ from rewarm.state.plan import Child
 from rewarm.state.reason import Reason
 from rewarm.state.sequence import Array
 from rewarm.store import check
-from rewarm.store.commit import Committer, Outcome, Removal, Save
+from rewarm.store.commit import Committer
 from rewarm.store.disk import Disk
 from rewarm.store.entries import Entries, Entry
 from rewarm.store.files import Files, RecordName
 from rewarm.store.index import Index, Row
 from rewarm.store.lock import ProcessLock
+from rewarm.store.recovery import Recovery
+from rewarm.store.removal import Remover
+from rewarm.store.room import Removal, Room
+from rewarm.store.saves import Outcome, Save
 from rewarm.store.settings import FORMAT, Limits, Settings, default_limits
 
 log = logging.getLogger("rewarm.store")
@@ -72,9 +76,12 @@ class Source:
     def _good(self, child: Child | None) -> Child | None:
         return None if child is None or child.key in self._bad else child
 
-    def gone(self, key: Key) -> Reason | None:
-        """Why `key` is no longer there, as far as this process has seen."""
-        return self._bad.get(key)
+    def gone(self, keys: Sequence[Key]) -> Reason | None:
+        """Why one of `keys` is no longer there, as far as that is known."""
+        for key in keys:
+            if key in self._bad:
+                return self._bad[key]
+        return Reason.EVICTED if self._index.among_evicted(keys) else None
 
 
 class Store:
@@ -114,9 +121,11 @@ class Store:
                 (self.root / name).unlink(missing_ok=True)
             self._open_index(path)
             fresh = True
-        self._committer.bury()
+        self._recovery.bury()
+        with self._index.transaction():
+            self._index.note_forgets(self._pid_lock.process, self._index.n_forgets())
         if fresh:
-            n = check.rebuild(self._committer, settings.pins)
+            n = check.rebuild(self._recovery, self._remover, settings.pins)
             self.rebuilt = n > 0
             if n:
                 log.warning("the index was built anew from %d records; recency, hits and counters begin again", n)
@@ -125,7 +134,12 @@ class Store:
         self._index = Index(path, BUSY_TIMEOUT_S)
         try:
             path.chmod(0o600)
-            self._committer = Committer(self._index, self._files, self._pid_lock)
+            entries = Entries(self._index)
+            room = Room(self._index, self._files, entries)
+            self._entries = entries
+            self._recovery = Recovery(self._index, self._files, entries, self._pid_lock)
+            self._remover = Remover(room, self._recovery, self._pid_lock)
+            self._committer = Committer(room, self._recovery, self._remover, self._pid_lock)
             self._reader = Index(path, 0.5)
             self._index.totals()
         except IndexFault:
@@ -176,6 +190,9 @@ class Store:
             if self._closed:
                 return
             self._closed = True
+            with contextlib.suppress(IndexFault), self._index.transaction():
+                self._index.remove_process(self._pid_lock.process)
+                self._index.settle_forgets()
             for index in (self._reader, self._index):
                 with contextlib.suppress(IndexFault):
                     index.close()
@@ -221,12 +238,12 @@ class Store:
         """Quarantine a record that is still bad when it is read again, or take out the row of a missing one."""
         with self._writing:
             if missing:
-                self._committer.lost(name)
+                self._remover.lost(name)
             else:
                 try:
                     self._files.read(name)
                 except DamagedRecord:
-                    self._committer.quarantine(name, why)
+                    self._remover.quarantine(name, why)
                 except OSError:
                     return
             self._bad.pop(name.key, None)
@@ -236,9 +253,13 @@ class Store:
     def commit(self, save: Save, wanted: Collection[Key], now_s: float) -> Outcome:
         """Write a save; see `Committer.write`."""
         with self._writing:
-            outcome = self._committer.write(save, self.settings().limits, wanted, now_s)
+            limits = self.settings().limits
+            outcome = self._committer.write(save, limits, wanted, now_s)
             for draft in save.drafts:
                 self._bad.pop(draft.name.key, None)
+            if outcome.n_written and self._index.totals().nbytes + self._index.own_nbytes() > (limits.max_bytes or 0):
+                # The index and its log have grown past what was reserved.
+                self._remover.shrink(limits)
             return outcome
 
     def note_use(
@@ -249,9 +270,24 @@ class Store:
             for path in paths:
                 self._index.use(path)
             for end in hits:
-                self._committer.entries.matched(end, now_s)
+                self._entries.matched(end, now_s)
             for name, by in counts.items():
                 self._index.count(name, by)
+
+    def written_on(self, day: int) -> int:
+        """Bytes of records written on `day` (days since 1970)."""
+        counters = self._reader.counters()
+        return counters.get("bytes_written_today", 0) if counters.get("day") == day else 0
+
+    def unseen(self, keys: Sequence[Key]) -> set[Key]:
+        """Those of `keys` that are seen for the first time; from now on they have been."""
+        with self._writing, self._index.transaction():
+            seen: set[Key] = set()
+            for start in range(0, len(keys), 500):
+                seen |= self._index.among_sightings(keys[start : start + 500])
+            new = [key for key in keys if key not in seen]
+            self._index.remember_sightings(new)
+        return set(new)
 
     def count_written(self, nbytes: int, day: int) -> None:
         """Add to the bytes written ever and on `day` (days since 1970)."""
@@ -277,7 +313,7 @@ class Store:
         """Pin or unpin an entry; whether it is there."""
         key = bytes.fromhex(entry_id)
         with self._writing, self._index.transaction():
-            found = self._committer.entries.pin(key, pinned=pinned)
+            found = self._entries.pin(key, pinned=pinned)
             settings = self.settings()
             pins = tuple(pin for pin in settings.pins if pin != entry_id) + ((entry_id,) if pinned and found else ())
             if pins != settings.pins:
@@ -288,11 +324,11 @@ class Store:
         """Erase an entry and every record that only it needs."""
         key = bytes.fromhex(entry_id)
         with self._writing:
-            own = [self._index.row(child.key) for child in self._committer.entries.own(key)]
+            own = [self._index.row(child.key) for child in self._entries.own(key)]
             rows = [row for row in own if row is not None]
             if dry_run:
                 return Removal().add(rows)
-            removed = self._committer.remove(rows, [key])
+            removed = self._remover.erase(rows, [key])
             self._unpin([entry_id])
             self._erase_traces()
             return removed
@@ -309,8 +345,8 @@ class Store:
             ids: list[bytes] = []
             with self._index.transaction():
                 for each in fingerprints:
-                    ids += self._committer.entries.delete_of(each)
-            removed = self._committer.remove(rows)
+                    ids += self._entries.delete_of(each)
+            removed = self._remover.erase(rows)
             self._unpin([each.hex() for each in ids])
             self._remove_quarantine(fingerprint is None)
             self._erase_traces()
@@ -336,6 +372,20 @@ class Store:
         with contextlib.suppress(IndexFault):
             self._index.erase_log()
 
+    def n_forgets(self) -> int:
+        """The number of the last forgetting by any process."""
+        return self._reader.n_forgets()
+
+    def forgotten_since(self, number: int) -> set[Key]:
+        """Keys that were forgotten after the forgetting `number`, as far as they are not settled."""
+        return self._reader.forgotten_since(number)
+
+    def note_forgets(self, number: int) -> None:
+        """This process writes and holds nothing more of what was forgotten up to `number`."""
+        with self._writing, self._index.transaction():
+            self._index.note_forgets(self._pid_lock.process, number)
+            self._index.settle_forgets()
+
     # Settings, usage, checks.
 
     def settings(self) -> Settings:
@@ -357,15 +407,20 @@ class Store:
                 settings = self.settings()
                 merged = limits.over(settings.limits)
                 self._replace(msgspec.structs.replace(settings, limits=merged))
-            return self._committer.shrink(merged)
+            return self._remover.shrink(merged)
+
+    def set_policy(self, policy: dict[str, Any]) -> None:
+        """Replace the switchable rules, which the cache reads."""
+        with self._writing, self._index.transaction():
+            self._replace(msgspec.structs.replace(self.settings(), policy=policy))
 
     def usage(self) -> dict[str, int]:
         """Bytes and files that the limits count, and the counters."""
-        totals = self._reader.totals()
+        totals, going = self._reader.totals(), self._reader.condemned_totals()
         return {
             **self._reader.counters(),
-            "bytes_used": totals.nbytes + self._reader.own_nbytes(),
-            "files_used": totals.n_files,
+            "bytes_used": totals.nbytes - going[1] + self._reader.own_nbytes(),
+            "files_used": totals.n_files - going[0],
             "index_bytes": self._reader.own_nbytes(),
         }
 
@@ -391,17 +446,17 @@ class Store:
     def verify(self) -> check.Report:
         """Read every record; changes nothing."""
         with self._writing:
-            return check.verify(self._committer)
+            return check.verify(self._index, self._files)
 
     def repair(self) -> int:
         """Build the index anew from the files, keeping the counters; how many records it has."""
         with self._writing:
             with self._index.transaction():
-                self._committer.finish_dead()
+                self._recovery.finish_left()
                 self._index.empty()
-            n = check.rebuild(self._committer, self.settings().pins)
+            n = check.rebuild(self._recovery, self._remover, self.settings().pins)
             self._bad.clear()
-            self._committer.shrink(self.settings().limits)
+            self._remover.shrink(self.settings().limits)
             return n
 
 

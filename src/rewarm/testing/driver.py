@@ -97,7 +97,7 @@ class Driver:
     limits: Limits = ROOMY
     disk: Disk | None = None
     clock: Callable[[], float] = time.time
-    policy: Policy = Policy(thin=False)  # the perfect model keeps every point
+    policy: Policy = field(default_factory=lambda: Policy(thin=False))  # the perfect model keeps every point
     perfect: PerfectCache = field(default_factory=PerfectCache)
     lossy: bool = False
 
@@ -124,9 +124,7 @@ class Driver:
 
     def engine_of(self, owner: tuple[int, bytes]) -> FakeEngine:
         """The engine of a model: `owner` is its seed and a tenant."""
-        return FakeEngine(
-            owner[0], self.engine.layers, self.engine.quantise_from, self.engine.quantised
-        )
+        return FakeEngine(owner[0], self.engine.layers, self.engine.quantise_from, self.engine.quantised)
 
     def namespace(self, owner: tuple[int, bytes] = (0, b"")) -> Namespace:
         """The namespace of a model and a tenant."""
@@ -153,17 +151,13 @@ class Driver:
         """Have everything written."""
         assert self.cache.flush(60.0)
 
-    def find(
-        self, prompt: Sequence[int], at_most: int | None = None, owner: tuple[int, bytes] = (0, b"")
-    ) -> Match:
+    def find(self, prompt: Sequence[int], at_most: int | None = None, owner: tuple[int, bytes] = (0, b"")) -> Match:
         """Find `prompt`, and hold the match against the perfect model."""
         match = self.namespace(owner).find(prompt, at_most)
         best = self.perfect.restorable(owner, prompt, at_most)
         assert match.n_tokens <= best, f"{match.n_tokens} tokens found of {best} that were saved"
         if not self.lossy:
-            assert match.n_tokens == best, (
-                f"{match.n_tokens} tokens found of {best} that were saved: {match.reason}"
-            )
+            assert match.n_tokens == best, f"{match.n_tokens} tokens found of {best} that were saved: {match.reason}"
         return match
 
     def restore(
