@@ -167,7 +167,7 @@ class StoredPromptCache(engine.LRUPromptCache):
         n_memory = len(tokens) - len(rest)
         if caches is None or n_memory > at_most:
             caches, n_memory = _shortened(caches, n_memory, at_most)
-        self._prompts.append(tokens)
+        self._prompts.append(tokens[:])
         try:
             caches, report = self._fetch_from_disk(model, tokens, caches, n_memory, at_most)
         except Exception:
@@ -231,8 +231,12 @@ class StoredPromptCache(engine.LRUPromptCache):
         n = len(tokens)
         if cache_type == "system":
             return Boundary.SYSTEM
-        inside = any(len(prompt) > n and prompt[:n] == tokens for prompt in self._prompts)
-        return None if inside else Boundary.ASSISTANT
+        if any(len(prompt) > n and prompt[:n] == tokens for prompt in self._prompts):
+            return None
+        answered = next((prompt for prompt in self._prompts if tokens[: len(prompt)] == prompt), None)
+        if answered is not None:
+            self._prompts.remove(answered)
+        return Boundary.ASSISTANT
 
     def _key(self, model: Any) -> Any:
         loaded = self._provider.loaded
