@@ -237,9 +237,7 @@ def test_b075_lowering_a_limit_evicts_at_once_and_no_more_than_needed(tmp_path: 
     removed = driver.cache.set_limits(Limits(max_files=7))
     assert on_disk(driver.root).n_files == 7
     assert removed.n_files == before - 7
-    assert driver.cache.settings().limits == Limits(
-        max_files=7, max_bytes=driver.limits.max_bytes, min_free_bytes=0
-    )
+    assert driver.cache.settings().limits == Limits(max_files=7, max_bytes=driver.limits.max_bytes, min_free_bytes=0)
     driver.assert_in_order()
     assert driver.cache.set_limits(Limits(max_files=0)).n_files == 7
     assert on_disk(driver.root).n_files == 0

@@ -13,7 +13,15 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import Bundle, RuleBasedStateMachine, initialize, invariant, precondition, rule, run_state_machine_as_test
+from hypothesis.stateful import (
+    Bundle,
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
 
 from rewarm.state.chain import as_tokens
 from rewarm.store.settings import Limits
@@ -67,7 +75,13 @@ class CacheMachine(RuleBasedStateMachine):
         target=conversations,
     )
     def save(
-        self, start: tuple[int, ...], keep: int, more: list[int], boundary: str, label: str | None, owner: tuple[int, bytes]
+        self,
+        start: tuple[int, ...],
+        keep: int,
+        more: list[int],
+        boundary: str,
+        label: str | None,
+        owner: tuple[int, bytes],
     ) -> tuple[int, ...]:
         tokens = (*start[:keep], *more)[:40]
         self.driver.save(tokens, boundary, label, owner)
@@ -98,7 +112,12 @@ class CacheMachine(RuleBasedStateMachine):
     def repair(self) -> None:
         self.driver.cache.repair()
 
-    @rule(which=st.integers(0, 2**16), at=st.integers(0, 2**32), bit=st.integers(0, 7), size=st.sampled_from([1, 1, 64, 65536]))
+    @rule(
+        which=st.integers(0, 2**16),
+        at=st.integers(0, 2**32),
+        bit=st.integers(0, 7),
+        size=st.sampled_from([1, 1, 64, 65536]),
+    )
     def damage(self, which: int, at: int, bit: int, size: int) -> None:
         self.driver.flush()
         records = on_disk(self.driver.root).records

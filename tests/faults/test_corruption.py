@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import os
 import random
@@ -121,7 +122,7 @@ def test_truncation_at_each_sixteenth_of_each_record(driver: Driver) -> None:
 def test_b004_swapped_files_are_seen(driver: Driver) -> None:
     whole = restored(driver)
     records = on_disk(driver.root).records
-    for one, two in zip(records, records[1:], strict=False):
+    for one, two in itertools.pairwise(records):
         a, b = one.read_bytes(), two.read_bytes()
         one.write_bytes(b)
         two.write_bytes(a)

@@ -82,7 +82,7 @@ def killed_at_random(forker: Parent, tmp_path: Path, seeds: range) -> None:
         try:
             examine(job, outcome)
         except BaseException:
-            print(f"seed {seed}: {job} {outcome}")  # noqa: T201
+            print(f"seed {seed}: {job} {outcome}")
             raise
     assert n_killed >= len(seeds) // 2
     assert n_confirmed
@@ -109,7 +109,7 @@ def killed_at_every_step(forker: Parent, tmp_path: Path, template: Job, every: i
         try:
             examine(job, outcome)
         except BaseException:
-            print(f"step {step} of {whole.n_operations}: {job} {outcome}")  # noqa: T201
+            print(f"step {step} of {whole.n_operations}: {job} {outcome}")
             raise
 
 

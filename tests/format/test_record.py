@@ -169,7 +169,7 @@ def with_prelude(data: bytes, *, header_nbytes: int, payload_at: int, nbytes: in
     return plain + checksum + data[PRELUDE.size :]
 
 
-@pytest.mark.parametrize("power", range(0, 64))
+@pytest.mark.parametrize("power", range(64))
 @pytest.mark.parametrize("field", ["header_nbytes", "payload_at", "nbytes"])
 def test_no_claimed_size_is_believed(power: int, field: str) -> None:
     data = file_of(point())
@@ -377,7 +377,14 @@ def test_a_forged_header_is_refused(fields: dict[str, object]) -> None:
 
 @pytest.mark.parametrize(
     "fields",
-    [{"kind": "point"}, {"first": 0}, {"first": 8}, {"tokens": bytes(32)}, {"tokens": bytes(24)}, {"tokens": bytes(40)}],
+    [
+        {"kind": "point"},
+        {"first": 0},
+        {"first": 8},
+        {"tokens": bytes(32)},
+        {"tokens": bytes(24)},
+        {"tokens": bytes(40)},
+    ],
     ids=short,
 )
 def test_a_forged_block_is_refused(fields: dict[str, object]) -> None:

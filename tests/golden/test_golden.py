@@ -94,7 +94,9 @@ GOLDEN = {
     "example.point": Golden(SMALL, (7, 300), 4, "point", "chat 1", (("offset", 2),)),
     "rows.block": Golden(SMALL, TOKENS[:4], 4, "block"),
     "hybrid.block": Golden(HYBRID, TOKENS[:4], 2, "block"),
-    "hybrid.point": Golden(HYBRID, TOKENS[:5], 2, "point", None, (("a", 1), ("b", "x"), ("c", None), ("d", 0.5), ("e", True))),
+    "hybrid.point": Golden(
+        HYBRID, TOKENS[:5], 2, "point", None, (("a", 1), ("b", "x"), ("c", None), ("d", 0.5), ("e", True))
+    ),
     "hybrid-after.point": Golden(HYBRID, TOKENS, 4, "point", "Grüße", (), 4),
     "edge.point": Golden(SMALL, TOKENS[:4], 4, "point"),
     "opaque.block": Golden(FakeEngine(1, (recurrent(),)), TOKENS[:4], 4, "block"),

@@ -37,7 +37,10 @@ def test_golden_keys() -> None:
     """Keys are written into file names: a change of any makes every cache on disk unreachable."""
     chain = Chain(ROOT, as_tokens(list(range(-2, 9))), 4)
     assert ROOT.hex() == "17ea6698a8fdd723b1deeb2b29cbb26aed1894fcfd0089d64dac12bb356f922c"
-    assert [key.hex() for key in chain.blocks()] == ["e048970738459e52439ae1493a5fdfa2560e53b8511895a0fb25c1657e116f64", "4e3f9a04ab83aa003f20d3dcaa1c615dbac379b31f1c4f68da6589b893109fda"]
+    assert [key.hex() for key in chain.blocks()] == [
+        "e048970738459e52439ae1493a5fdfa2560e53b8511895a0fb25c1657e116f64",
+        "4e3f9a04ab83aa003f20d3dcaa1c615dbac379b31f1c4f68da6589b893109fda",
+    ]
     assert chain.point(11).hex() == "6ed2d44756574f02a316adf9d7d268950e0e7b9575a340345f8abcd80be76bdb"
     assert chain.point(8).hex() == "454c9e2a332d9b3dd5bde5e4454b720c884abc12ce095da4245385b3c54f9c65"
     assert chain.point(2).hex() == "85b7cd854e96ad09be81cc1729280a68e83699e0895cb28265d5930c2d8efebd"
@@ -126,7 +129,9 @@ def test_arbitrary_bytes_are_tokens_or_refused(data: bytes) -> None:
     assert len(tokens) <= len(data)
 
 
-@pytest.mark.parametrize("given_", [[1, 2], (1, 2), range(1, 3), np.array([1, 2], np.int32), np.array([1, 2], np.uint64)])
+@pytest.mark.parametrize(
+    "given_", [[1, 2], (1, 2), range(1, 3), np.array([1, 2], np.int32), np.array([1, 2], np.uint64)]
+)
 def test_tokens_of_any_sequence_are_taken(given_: object) -> None:
     tokens = as_tokens(given_)  # type: ignore[arg-type]
     assert tokens.tolist() == [1, 2]
@@ -141,7 +146,8 @@ def test_tokens_are_copied() -> None:
 
 
 @pytest.mark.parametrize(
-    "wrong", [[1.5], ["a"], [[1, 2]], [2**63], [-(2**63) - 1], np.array([1.0]), np.array([2**63], np.uint64), [True, None]]
+    "wrong",
+    [[1.5], ["a"], [[1, 2]], [2**63], [-(2**63) - 1], np.array([1.0]), np.array([2**63], np.uint64), [True, None]],
 )
 def test_what_is_no_sequence_of_64_bit_integers_is_refused(wrong: object) -> None:
     with pytest.raises(ValueError, match="64-bit"):

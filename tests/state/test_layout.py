@@ -18,7 +18,10 @@ OPAQUE = TensorSpec("o", Kind.OPAQUE, "float32", "<f4")
 
 def test_the_digest_is_stable() -> None:
     """A golden value: caches on disk are found again by it."""
-    assert Layout((ROWS, WINDOW, OPAQUE), 5).digest.hex() == "2ccb004d0570df4e3e036ee27bf46e5eb3421068f781aa2d604a619e6063cfa2"
+    assert (
+        Layout((ROWS, WINDOW, OPAQUE), 5).digest.hex()
+        == "2ccb004d0570df4e3e036ee27bf46e5eb3421068f781aa2d604a619e6063cfa2"
+    )
 
 
 def test_the_order_of_tensors_does_not_matter() -> None:

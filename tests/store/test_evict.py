@@ -52,7 +52,7 @@ def test_nothing_is_dropped_without_need() -> None:
 
 
 def test_files_count_as_bytes_do() -> None:
-    assert CHAIN.choose(-10**9, 2) == [3, 4]
+    assert CHAIN.choose(-(10**9), 2) == [3, 4]
     assert CHAIN.choose(1, 0) == [3]
 
 

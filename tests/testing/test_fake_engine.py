@@ -43,7 +43,7 @@ def test_a_state_has_the_shapes_that_its_layout_says(layers: tuple[Layer, ...], 
     layout = state.layout()
     assert len(layout.tensors) == sum(map(len, layers))
     if n:
-        engine.check(state, list(range(n)) + [9], exact=True)
+        engine.check(state, [*range(n), 9], exact=True)
     for name, tensor in state.tensors.items():
         assert tensor.array.dtype.str == layout.by_name[name].storage
         if tensor.array.dtype.kind == "f":

@@ -115,9 +115,7 @@ def triple(heads: int = 2, width: int = 4) -> Layer:
 
 def window(size: int = 6, keep: int = 0, width: int = 4, dtype: str = "float32", axis: int = 1) -> Layer:
     """Keys and values of a sliding-window layer: the first `keep` and the last `size - keep` rows."""
-    return tuple(
-        Part(name, Kind.WINDOW, dtype, (2, width), axis, size=size, keep=keep) for name in ("keys", "values")
-    )
+    return tuple(Part(name, Kind.WINDOW, dtype, (2, width), axis, size=size, keep=keep) for name in ("keys", "values"))
 
 
 def recurrent(shape: tuple[int, ...] = (2, 3), dtype: str = "float32") -> Layer:
