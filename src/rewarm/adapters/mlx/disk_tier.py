@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +16,7 @@ import mlx.nn as nn
 from mlx_lm.models.cache import make_prompt_cache
 
 from rewarm.adapters.mlx import codec
+from rewarm.adapters.reports import explain
 from rewarm.cache.identity import Identity
 from rewarm.cache.namespace import Match
 from rewarm.cache.prefix_cache import PrefixCache
@@ -103,24 +104,3 @@ class DiskTier:
         if what not in self._told:
             self._told.add(what)
             log.warning("rewarm: %s", what)
-
-
-def explain(reason: Reason, detail: Mapping[str, Any]) -> str:
-    """`reason` as a sentence for a person, with the evidence in `detail`; "" where nothing is to explain."""
-    at, restorable, fields = (detail.get(name, "?") for name in ("at", "restorable", "fields"))
-    why = detail.get("identity") or detail.get("error")
-    sentences = {
-        Reason.HIT: "",
-        Reason.DIVERGED: f"The prompt differs from what is stored from token {at} on.",
-        Reason.NOTHING_STORED: "Nothing more is stored for this prompt.",
-        Reason.NO_RESTORE_POINT: f"The stored state can be taken up at token {restorable} only.",
-        Reason.EVICTED: "The rest was evicted to make room.",
-        Reason.CORRUPT: "A damaged record was found and set aside; the part from there on is computed anew.",
-        Reason.IDENTITY_CHANGED: f"Not the model that the stored state was made with: {fields} changed.",
-        Reason.IDENTITY_PENDING: "The model's files are still being hashed.",
-        Reason.UNAVAILABLE: f"The cache cannot be used now{f': {why}' if why else ''}.",
-        Reason.TIMEOUT: "The disk took too long.",
-        Reason.DISABLED: "The disk cache is off for this request.",
-        Reason.BUSY: "Not enough memory is free to restore.",
-    }
-    return sentences.get(reason, str(reason))

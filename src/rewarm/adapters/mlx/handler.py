@@ -15,7 +15,7 @@ from typing import Any
 
 import mlx_lm.server as engine
 
-from rewarm.adapters.mlx.seam import Report
+from rewarm.adapters.reports import Report
 
 log = logging.getLogger(__name__)
 

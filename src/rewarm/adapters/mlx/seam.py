@@ -10,7 +10,7 @@ import logging
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,7 @@ from mlx_lm.utils import _download
 
 from rewarm.adapters.mlx import codec, identity
 from rewarm.adapters.mlx.disk_tier import DiskTier
+from rewarm.adapters.reports import Report
 from rewarm.cache.identity import Identity
 from rewarm.cache.prefix_cache import PrefixCache
 from rewarm.state.reason import Boundary, Reason
@@ -32,33 +33,6 @@ _IN_FLIGHT = 64
 
 _IDENTITY_WAIT_S = 5.0
 """At the start, before any request: how long to wait for the weights' hash."""
-
-
-@dataclass(frozen=True, slots=True)
-class Report:
-    """What the cache did for one request; the object `rewarm` beside a reply's `usage`.
-
-    Attributes:
-        cached_tokens: prompt tokens that were not evaluated.
-        disk_tokens: those of them that came from the disk.
-        memory_tokens: those that the engine still held.
-        prompt_tokens: all of the prompt.
-        reason: why not more; a `Reason`'s value.
-        detail: the same as a sentence, or "".
-        restore_s: seconds spent on finding and restoring.
-    """
-
-    cached_tokens: int = 0
-    disk_tokens: int = 0
-    memory_tokens: int = 0
-    prompt_tokens: int = 0
-    reason: str = Reason.NOTHING_STORED.value
-    detail: str = ""
-    restore_s: float = 0.0
-
-    def as_dict(self) -> dict[str, Any]:
-        """For JSON."""
-        return asdict(self)
 
 
 @dataclass(frozen=True, slots=True)
