@@ -294,6 +294,9 @@ class Writer:
                 self._current = job
                 stop = self._closing and job is None
             if job is not None:
+                # What was used before this save must not count as more recent than it, nor be evicted for it.
+                if self._notes.paths:
+                    self._store_notes()
                 self._finish(job, self._write(job))
             if job is None or self._passing or time.monotonic() > self._noted_s + NOTE_INTERVAL_S:
                 self._store_notes()

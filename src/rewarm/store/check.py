@@ -77,6 +77,7 @@ def rebuild(recovery: Recovery, remover: Remover, pins: Sequence[str]) -> int:
     bad: list[tuple[RecordName, str]] = []
     n = 0
     with recovery.index.transaction():
+        recovery.index.set_built()
         for name in recovery.files.records():
             try:
                 header = recovery.files.read_header(name)

@@ -203,6 +203,10 @@ class Files:
         """Whether a file has the record's name."""
         return self.path(name).is_file()
 
+    def is_there(self) -> bool:
+        """Whether the root itself can be seen."""
+        return (self.root / "store.json").is_file()
+
     def nbytes(self, name: RecordName) -> int:
         """Bytes that the record's file takes, rounded up to 4 KiB; 0 when there is none."""
         try:

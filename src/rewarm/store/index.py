@@ -303,6 +303,15 @@ class Index:
         )
         self.execute(sql, (key,))
 
+    def below(self, key: Key) -> list[Row]:
+        """The live records that descend from `key`, deepest first."""
+        sql = (
+            "WITH RECURSIVE below (key) AS (SELECT ?1 UNION"
+            " SELECT records.key FROM records JOIN below ON records.parent = below.key)"
+            f" {self._ROW} condemned = 0 AND key IN below AND key != ?1 ORDER BY n DESC"
+        )
+        return [_row(found) for found in self.rows(sql, (key,))]
+
     def path_nbytes(self, keys: Sequence[Key]) -> int:
         """Bytes of those of `keys` that are there."""
         total = 0
@@ -377,6 +386,7 @@ class Index:
         """Take out everything but the counters."""
         for table in ("intent_writes", "intents", "records", "entries", "layouts", "namespaces", "quarantine"):
             self.execute(f"DELETE FROM {table}")
+        self.execute("DELETE FROM counters WHERE name = 'built'")
 
     # Namespaces and layouts.
 
@@ -475,6 +485,14 @@ class Index:
         """Add to a counter."""
         sql = "INSERT INTO counters VALUES (?1, ?2) ON CONFLICT (name) DO UPDATE SET value = value + ?2"
         self.execute(sql, (name, by))
+
+    def is_built(self) -> bool:
+        """Whether the records that were there when the index was made have been entered."""
+        return self.one("SELECT 1 FROM counters WHERE name = 'built'") is not None
+
+    def set_built(self) -> None:
+        """Note, in the transaction that enters them, that they are entered."""
+        self.set_counter("built", 1)
 
     def set_counter(self, name: str, value: int) -> None:
         """Set a counter."""

@@ -83,12 +83,17 @@ class Remover:
                     self.index.delete_quarantined(file_name)
 
     def lost(self, name: RecordName) -> None:
-        """A record's file is not there: take its row out."""
+        """A record's file is not there: take its row out, and those of descendants that are not there either."""
+        if not self.files.is_there():
+            return  # the whole root has gone, its disk unplugged perhaps: that proves nothing about its records
         with self.index.transaction():
-            if not self.files.exists(name):
-                self.index.expose(name.key)
-                self.entries.shorten(name.key)
-                self.index.delete([name.key])
+            if self.files.exists(name):
+                return
+            self.index.expose(name.key)
+            below = [row.name for row in self.index.below(name.key)]
+            for each in (*(other for other in below if not self.files.exists(other)), name):
+                self.entries.shorten(each.key)
+                self.index.delete([each.key])
 
     def finish(self, intent: int, rows: Sequence[Row]) -> list[Row]:
         """Remove what an intent has condemned; what is gone. Files that cannot be removed are found again."""

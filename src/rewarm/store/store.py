@@ -110,7 +110,6 @@ class Store:
 
     def _connect(self, settings: Settings) -> None:
         path = self.root / "index.db"
-        fresh = not path.exists()
         try:
             self._open_index(path)
         except IndexFault as fault:
@@ -120,11 +119,10 @@ class Store:
             for name in ("index.db", "index.db-wal", "index.db-shm"):
                 (self.root / name).unlink(missing_ok=True)
             self._open_index(path)
-            fresh = True
         self._recovery.bury()
         with self._index.transaction():
             self._index.note_forgets(self._pid_lock.process, self._index.n_forgets())
-        if fresh:
+        if not self._index.is_built():
             n = check.rebuild(self._recovery, self._remover, settings.pins)
             self.rebuilt = n > 0
             if n:
