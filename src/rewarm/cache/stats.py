@@ -13,6 +13,7 @@ class Stats:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._pending: dict[str, int] = {}
+        self._taken: dict[str, int] = {}
 
     def add(self, name: str, by: int = 1) -> None:
         """Add to a counter."""
@@ -28,20 +29,24 @@ class Stats:
         self.add(f"dropped:{reason}")
 
     def take(self) -> dict[str, int]:
-        """The additions since the last call, to be stored."""
+        """The additions since the last call, to be stored; `settle` says what became of them."""
         with self._lock:
-            pending, self._pending = self._pending, {}
-            return pending
+            self._taken, self._pending = self._pending, {}
+            return dict(self._taken)
 
-    def give_back(self, counts: dict[str, int]) -> None:
-        """Additions that could not be stored."""
-        for name, by in counts.items():
-            self.add(name, by)
+    def settle(self, *, stored: bool) -> None:
+        """What was taken has been stored, or waits for the next time."""
+        with self._lock:
+            if not stored:
+                for name, by in self._taken.items():
+                    self._pending[name] = self._pending.get(name, 0) + by
+            self._taken = {}
 
     def peek(self) -> dict[str, int]:
         """The additions that are not stored yet."""
         with self._lock:
-            return dict(self._pending)
+            names = {*self._pending, *self._taken}
+            return {name: self._pending.get(name, 0) + self._taken.get(name, 0) for name in names}
 
 
 PLAIN = (

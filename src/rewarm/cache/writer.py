@@ -117,8 +117,8 @@ class Writer:
         self._synced: list[RecordName] = []
         self._nbytes = 0
         self._closing = False
+        self._storing = False
         self._passing = 0
-        self._noted_s = time.monotonic()
         self._policy, self._policy_s = read_policy(store.settings().policy), time.monotonic()
         self._n_forgets = store.n_forgets()
         self._heeding = threading.Lock()
@@ -261,7 +261,7 @@ class Writer:
         return idle and (end is None or time.monotonic() <= end + 1.0)
 
     def _idle(self) -> bool:
-        return not (self._queue or self._held or self._current or self._has_notes())
+        return not (self._queue or self._held or self._current or self._storing or self._has_notes())
 
     def _has_notes(self) -> bool:
         notes = self._notes
@@ -293,13 +293,11 @@ class Writer:
                 job = self._queue.popleft() if self._queue else None
                 self._current = job
                 stop = self._closing and job is None
-            if job is not None:
-                # What was used before this save must not count as more recent than it, nor be evicted for it.
-                if self._notes.paths:
-                    self._store_notes()
-                self._finish(job, self._write(job))
-            if job is None or self._passing or time.monotonic() > self._noted_s + NOTE_INTERVAL_S:
+            # What was used before this save must not count as more recent than it, nor be evicted for it.
+            if job is None or self._has_notes():
                 self._store_notes()
+            if job is not None:
+                self._finish(job, self._write(job))
             if stop:
                 return
 
@@ -307,6 +305,8 @@ class Writer:
         return bool(self._queue or self._notes.bad or self._closing or (self._passing and self._has_notes()))
 
     def _finish(self, job: Job, reason: Dropped | None) -> None:
+        if reason is not None:
+            self._stats.dropped(reason)
         with self._changed:
             self._current = None
             if job in self._held:
@@ -314,8 +314,6 @@ class Writer:
             self._nbytes -= job.nbytes
             job.report.settle(reason)
             self._changed.notify_all()
-        if reason is not None:
-            self._stats.dropped(reason)
 
     def _write(self, job: Job) -> Dropped | None:
         try:
@@ -373,8 +371,8 @@ class Writer:
     def _store_notes(self) -> None:
         with self._changed:
             notes, self._notes = self._notes, _Notes()
+            self._storing = True
         counts = self._stats.take()
-        self._noted_s = time.monotonic()
         try:
             if notes.forgets is not None:
                 self._store.note_forgets(notes.forgets)
@@ -384,9 +382,12 @@ class Writer:
                 self._store.note_use(_latest(notes.paths), notes.ends, counts, self._clock())
         except (IndexFault, OSError) as error:
             log.debug("recency and counters wait: %s", error)
-            self._stats.give_back(counts)
+            self._stats.settle(stored=False)
             time.sleep(0 if self._closing else 0.05)
+        else:
+            self._stats.settle(stored=True)
         with self._changed:
+            self._storing = False
             self._changed.notify_all()
         with contextlib.suppress(IndexFault):
             self.heed()

@@ -221,6 +221,7 @@ class Committer:
         with self.index.transaction():
             if self.index.row(end.key) is None:
                 return
+            self.index.use([*save.path, end.key])
             place = (save.fingerprint, save.layout.digest)
             self.entries.apply(move, end, place, save.boundary.value, now_s)
             stale = self._stale(save, move)

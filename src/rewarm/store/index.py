@@ -23,6 +23,10 @@ from rewarm.store.files import RecordName
 from rewarm.store.schema import PAGE_NBYTES, SCHEMA, VERSION
 
 _BATCH = 500
+LOG_PAGES = 64
+LOG_NBYTES = 2 * LOG_PAGES * PAGE_NBYTES
+"""What the log takes at the most, as long as no reader holds it up."""
+
 REMEMBERED = 10_000
 """Keys of evicted records, and keys seen once, that are kept."""
 _BUSY = {"SQLITE_BUSY", "SQLITE_LOCKED", "SQLITE_INTERRUPT", "SQLITE_FULL", "SQLITE_READONLY", "SQLITE_IOERR"}
@@ -101,7 +105,11 @@ class Index:
         with _faults():
             for pragma in (f"page_size = {PAGE_NBYTES}", "journal_mode = WAL", "synchronous = NORMAL"):
                 self._db.execute(f"PRAGMA {pragma}")
-            for pragma in ("secure_delete = ON", "wal_autocheckpoint = 128", "journal_size_limit = 1048576"):
+            for pragma in (
+                "secure_delete = ON",
+                f"wal_autocheckpoint = {LOG_PAGES}",
+                f"journal_size_limit = {LOG_NBYTES}",
+            ):
                 self._db.execute(f"PRAGMA {pragma}")
             self._db.set_progress_handler(self._late, 10_000)
             version = self._db.execute("PRAGMA user_version").fetchone()[0]
@@ -473,12 +481,14 @@ class Index:
         row = self.one("SELECT COUNT(*), TOTAL(nbytes) FROM records WHERE condemned != 0")
         return int(row[0]), int(row[1])
 
-    def own_nbytes(self) -> int:
-        """Bytes of index and log on the disk, each rounded up to 4 KiB."""
+    def own_nbytes(self, *, reserve: bool = False) -> int:
+        """Bytes of index and log on the disk, each rounded up to 4 KiB; with `reserve`, the log at its usual most."""
         total = 0
-        for suffix in ("", "-wal", "-shm"):
+        for suffix, least in (("", 0), ("-wal", LOG_NBYTES if reserve else 0), ("-shm", 0)):
+            size = 0
             with contextlib.suppress(OSError):
-                total += -(-self.path.with_name(self.path.name + suffix).stat().st_size // 4096) * 4096
+                size = self.path.with_name(self.path.name + suffix).stat().st_size
+            total += max(least, -(-size // 4096) * 4096)
         return total
 
     def count(self, name: str, by: int) -> None:

@@ -17,6 +17,10 @@ from rewarm.store.index import Index, Row
 from rewarm.store.settings import Limits
 
 
+INDEX_ROW_NBYTES = 4096
+"""What one more record may add to the index, at the most."""
+
+
 @dataclass(slots=True)
 class Removal:
     """What a removal freed, or would free: files, and bytes rounded up to 4 KiB each."""
@@ -63,7 +67,8 @@ class Room:
 
     def _over(self, limits: Limits, nbytes: int, n_files: int) -> Need:
         totals = self.index.totals()
-        over = totals.nbytes + self.index.own_nbytes() + nbytes - (limits.max_bytes or 0)
+        coming = nbytes + n_files * INDEX_ROW_NBYTES
+        over = totals.nbytes + self.index.own_nbytes(reserve=True) + coming - (limits.max_bytes or 0)
         short = (limits.min_free_bytes or 0) + nbytes - self.files.free_bytes()
         return Need(max(over, short), totals.n_files + n_files - (limits.max_files or 0))
 
