@@ -75,7 +75,7 @@ class Saver:
         self._shared = shared
         self._identity = identity
         self._chain_of = chain_of
-        self._described = False
+        self._described_at = 0
 
     def save(self, own: Tokens, state: SequenceState, layout: Layout, ending: Ending) -> SaveReport:
         """Queue what is not stored of `state`, the oldest rows first, as much as the queue has room for."""
@@ -155,10 +155,10 @@ class Saver:
 
     def _ready(self, save: Save | None) -> Save | None:
         """On the writer's thread, before a save: the namespace's folder says whose it is."""
-        if save is not None and not self._described:
+        if save is not None and self._described_at != self._shared.store.n_attached:
             try:
                 self._shared.store.describe(save.fingerprint, describe(self._identity, self._shared.clock()))
-                self._described = True
+                self._described_at = self._shared.store.n_attached
             except OSError as error:
                 log.debug("identity.json waits: %s", error)
         return save

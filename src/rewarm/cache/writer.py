@@ -374,6 +374,7 @@ class Writer:
             self._storing = True
         counts = self._stats.take()
         try:
+            self._store.look_after()
             if notes.forgets is not None:
                 self._store.note_forgets(notes.forgets)
             for name, why, missing in notes.bad:

@@ -91,22 +91,68 @@ class Store:
         root: the folder.
         block_tokens: tokens per block.
         rebuilt: whether opening had to build the index anew.
+        n_attached: how often the folder was opened: once, and each time that it was changed from outside.
     """
 
     def __init__(self, root: Path, settings: Settings, disk: Disk) -> None:
         self.root = root
         self.block_tokens = settings.block_tokens
         self.rebuilt = False
-        self._pid_lock = ProcessLock(root / "tmp")
-        self._files = Files(root, self._pid_lock.process, disk)
+        self._disk = disk
         self._writing = threading.RLock()
         self._bad: dict[Key, Reason] = {}
         self._closed = False
+        self.n_attached = 0
+        self._attach(settings)
+
+    def _attach(self, settings: Settings) -> None:
+        """Take the process' lock, open the index, finish what others left."""
+        self._device = self.root.stat().st_dev
+        self._settings = settings
+        self._pid_lock = ProcessLock(self.root / "tmp")
+        self._files = Files(self.root, self._pid_lock.process, self._disk)
         try:
             self._connect(settings)
         except BaseException:
             self._pid_lock.release()
             raise
+        self._index_file = _file_id(self.root / "index.db")
+        self.n_attached += 1
+
+    def look_after(self) -> None:
+        """When the folder or its index was replaced or removed since it was opened, open it anew.
+
+        A folder that was deleted is made again with the settings that it had, but never in another place than
+        the disk that it was on: an unplugged drive leaves a folder of its name on the system's disk, or none.
+
+        Raises:
+            IndexFault: the folder is not there now.
+        """
+        with self._writing:
+            if self._closed or _file_id(self.root / "index.db") == self._index_file:
+                return
+            if not self._is_in_place():
+                raise IndexFault(f"the cache folder {self.root} is not there now")
+            log.warning("%s was changed from outside; it is opened anew", self.root)
+            try:
+                self._disk.make_folder(self.root)
+                self._disk.make_folder(self.root / "tmp")
+                settings = _settle_settings(self.root, self._settings, self._disk)
+                for index in (self._reader, self._index):
+                    with contextlib.suppress(IndexFault):
+                        index.close()
+                self._pid_lock.release()
+                self._bad.clear()
+                self._attach(settings)
+            except (OSError, RootError) as error:
+                raise IndexFault(f"the cache folder {self.root} cannot be opened anew: {error}") from None
+
+    def _is_in_place(self) -> bool:
+        """Whether the folder, or the one above it, is on the disk that it was opened on."""
+        for folder in (self.root, self.root.parent):
+            with contextlib.suppress(OSError):
+                return folder.stat().st_dev == self._device
+        return False
 
     def _connect(self, settings: Settings) -> None:
         path = self.root / "index.db"
@@ -251,6 +297,7 @@ class Store:
     def commit(self, save: Save, wanted: Collection[Key], now_s: float) -> Outcome:
         """Write a save; see `Committer.write`."""
         with self._writing:
+            self.look_after()
             limits = self.settings().limits
             outcome = self._committer.write(save, limits, wanted, now_s)
             for draft in save.drafts:
@@ -456,6 +503,14 @@ class Store:
             self._bad.clear()
             self._remover.shrink(self.settings().limits)
             return n
+
+
+def _file_id(path: Path) -> tuple[int, int] | None:
+    try:
+        status = path.stat()
+    except OSError:
+        return None
+    return status.st_dev, status.st_ino
 
 
 def _layout(spec: bytes, _seen: dict[bytes, Layout] = {}) -> Layout:  # noqa: B006
