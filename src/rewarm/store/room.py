@@ -16,7 +16,6 @@ from rewarm.store.files import Files
 from rewarm.store.index import Index, Row
 from rewarm.store.settings import Limits
 
-
 INDEX_ROW_NBYTES = 4096
 """What one more record may add to the index, at the most."""
 
