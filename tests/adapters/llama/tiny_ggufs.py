@@ -35,12 +35,14 @@ class _Writer:
         self.tensor("token_embd.weight", N_VOCAB, _D)
 
     def _vocabulary(self) -> None:
-        tokens = [b"<unk>", b"<s>", b"</s>", *(f"<0x{i:02X}>".encode() for i in range(256))]
+        # No byte above 127: the server holds back text that ends inside a character, and its probabilities.
+        ascii_bytes, words = [f"<0x{i:02X}>" for i in range(128)], [f"w{i}" for i in range(128)]
+        tokens = ["<unk>", "<s>", "</s>", *ascii_bytes, *words]
         kinds = [gguf.TokenType.UNKNOWN, gguf.TokenType.CONTROL, gguf.TokenType.CONTROL]
         self.out.add_tokenizer_model("llama")
         self.out.add_token_list(tokens)
         self.out.add_token_scores([0.0] * N_VOCAB)
-        self.out.add_token_types([*kinds, *[gguf.TokenType.BYTE] * 256])
+        self.out.add_token_types([*kinds, *[gguf.TokenType.BYTE] * 128, *[gguf.TokenType.NORMAL] * 128])
         self.out.add_bos_token_id(1)
         self.out.add_eos_token_id(2)
 

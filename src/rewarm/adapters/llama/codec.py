@@ -177,11 +177,10 @@ def _tokens(slot: SlotFile) -> tuple[Tokens, list[tuple[int, int]]]:
     """The tokens with negative numbers for media, and the media's runs as (start, end)."""
     tokens = slot.tokens.astype(np.int64)
     runs = []
-    for media, after in zip(slot.media, [*slot.media[1:], None], strict=True):
-        end = media.index
-        limit = len(tokens) if after is None else after.index
-        while end < limit and slot.tokens[end] < 0:
-            end += 1
+    limits = [*(media.index for media in slot.media[1:]), len(tokens)]
+    for media, limit in zip(slot.media, limits, strict=False):
+        text = np.flatnonzero(slot.tokens[media.index : limit] >= 0)
+        end = media.index + int(text[0]) if len(text) else limit
         runs.append((media.index, end))
         n_bytes = 8 * (end - media.index)
         digest = np.frombuffer(blake3.blake3(bytes(media.chunk)).digest(length=n_bytes), "<i8")

@@ -88,7 +88,9 @@ def from_state(
         by_length = {point.n_tokens: point for point in (*points, state)}
         if any(point.n_tokens > state.n_tokens or _form(point) != (version, wrapped) for point in by_length.values()):
             raise UnknownLayout("cannot take restore points of another layout or behind its end")
-        checkpoints = tuple(_checkpoint(by_length[k], n_streams) for k in sorted(by_length) if k)
+        checkpoints = tuple(
+            _checkpoint(by_length[k], n_streams, at_end=k == state.n_tokens) for k in sorted(by_length) if k
+        )
     ids = np.where(ids < 0, slot_file.NO_TOKEN, ids)
     if ids.max() > np.iinfo(np.int32).max:
         raise UnknownLayout("cannot hold token ids of more than 31 bits")
@@ -140,16 +142,23 @@ def _media(state: SequenceState, ids: npt.NDArray[np.int64]) -> tuple[Media, ...
     return tuple(Media(k, chunks[k]) for k in sorted(chunks))
 
 
-def _checkpoint(state: SequenceState, n_streams: int) -> Checkpoint:
-    """A state's own restore point.
+def _checkpoint(state: SequenceState, n_streams: int, *, at_end: bool) -> Checkpoint:
+    """The restore point of a state, with the positions that make the server go on at exactly its length.
 
-    The server takes a checkpoint only if its first position lies before all that the window at the next token
-    looks at; `pos_min` is what it compares, the data is not looked at.
+    Of the last checkpoint with `pos_max` up to where the prompt goes on and `pos_min` below all that the window
+    there looks at, the server restores the data and goes on at max(pos_min + 1, pos_max); it does not compare
+    either with the data. So a window wants an early `pos_min`. Its `pos_max` is the length itself at the end of
+    the token list, which no reading of the number can overstep, and the last position before that, where one
+    token is evaluated again. A recurrent state must go on exactly behind its position, or the server aborts.
     """
     windows = [tensor.size for tensor in state.tensors.values() if isinstance(tensor, Window)]
+    recurrent = any(isinstance(tensor, Opaque) for tensor in state.tensors.values())
     last = _last_position(state)
+    pos_min = pos_max = last
+    if windows and (at_end or not recurrent):
+        pos_min, pos_max = max(0, last - max(windows)), last + 1 if at_end else last
     data = slot_file.write_partial(_memory(state, n_streams, partial=True))
-    return Checkpoint(state.n_tokens, max(0, last - max(windows, default=1)), last, data)
+    return Checkpoint(state.n_tokens, pos_min, pos_max, data)
 
 
 def _last_position(state: SequenceState) -> int:
