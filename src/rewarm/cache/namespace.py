@@ -18,17 +18,15 @@ from rewarm.cache.description import explain_change
 from rewarm.cache.drafts import keys_of
 from rewarm.cache.identity import Identity
 from rewarm.cache.memory import free_memory
+from rewarm.cache.reading import RecordReader
 from rewarm.cache.saver import Ending, Saver, Shared
 from rewarm.cache.writer import SaveReport
 from rewarm.errors import DamagedRecord, IndexFault, RecordError
-from rewarm.format.record import Header
 from rewarm.state.chain import Chain, Key, Tokens, as_tokens, root_key
 from rewarm.state.layout import Layout
 from rewarm.state.plan import Plan, plan
 from rewarm.state.reason import Boundary, Dropped, Reason
-from rewarm.state.sequence import Array, SequenceState
-from rewarm.store.files import RecordName
-from rewarm.store.store import Store
+from rewarm.state.sequence import SequenceState
 
 log = logging.getLogger("rewarm.cache")
 
@@ -74,6 +72,7 @@ class Namespace:
     def __init__(self, shared: Shared, identity: Identity, tenant: bytes) -> None:
         self.identity = identity
         self._store, self._stats, self._writer = shared.store, shared.stats, shared.writer
+        self._pool = shared.pool
         self._tenant = tenant
         self._saver = Saver(shared, identity, self._chain)
         identity.add_done_callback(lambda _: self._writer.wake())
@@ -179,11 +178,19 @@ class Namespace:
         free = free_memory()
         if free is not None and match.nbytes > free:
             return _nothing(Reason.BUSY)
+        reader = RecordReader(self._pool, self._store, fingerprint, end)
+        try:
+            return self._assemble(match, layout, reader, into)
+        finally:
+            reader.drop()
+
+    def _assemble(self, match: Match, layout: Layout, reader: RecordReader, into: Into | None) -> SequenceState:
+        """Put the state together; when a record fails, plan again without it."""
         found, why = match.plan, Reason.HIT
-        reader = _Reader(self._store, fingerprint, end)
         for _ in range(_ATTEMPTS):
             try:
                 assembly = Assembly(layout, match.tokens[: found.n], self._store.block_tokens, into)
+                reader.follow(found)
                 state = assembly.run(found, reader.read)
                 self._stats.add("bytes_read", reader.nbytes)
                 self._writer.note(found.path, found.path[-1])
@@ -196,7 +203,7 @@ class Namespace:
                 why = self._without(reader, error)
             try:
                 with self._store.looking(FIND_DEADLINE_S, reader.unreadable) as source:
-                    chain = self._chain(fingerprint, layout, match.tokens[: match.n_tokens])
+                    chain = self._chain(reader.fingerprint, layout, match.tokens[: match.n_tokens])
                     found = plan(layout, chain, source)
             except (TimeoutError, IndexFault):
                 return _nothing(Reason.UNAVAILABLE)
@@ -204,7 +211,7 @@ class Namespace:
                 break
         return _nothing(why)
 
-    def _without(self, reader: _Reader, error: Exception) -> Reason:
+    def _without(self, reader: RecordReader, error: Exception) -> Reason:
         """Plan without the record that failed, in this restore or from now on; the reason."""
         name = reader.last
         if isinstance(error, FileNotFoundError):
@@ -266,26 +273,6 @@ class Namespace:
             self._stats.dropped(reason)
             return SaveReport(state.n_tokens, reason=reason)
         return self._saver.save(own, state, layout, Ending(boundary, label))
-
-
-class _Reader:
-    """Reads records for one restore; remembers the last one asked for."""
-
-    def __init__(self, store: Store, fingerprint: bytes, end: float) -> None:
-        self._store = store
-        self._fingerprint = fingerprint
-        self._end = end
-        self.last = RecordName(fingerprint, Key(b""), is_point=False)
-        self.unreadable: dict[Key, Reason] = {}
-        self.nbytes = 0
-
-    def read(self, key: Key, is_point: bool) -> tuple[Header, dict[str, Array]]:  # noqa: FBT001
-        if time.monotonic() > self._end:
-            raise TimeoutError
-        self.last = RecordName(self._fingerprint, key, is_point)
-        header, arrays = self._store.read(self.last)
-        self.nbytes += sum(array.nbytes for array in arrays.values())
-        return header, arrays
 
 
 def _nothing(reason: Reason) -> SequenceState:

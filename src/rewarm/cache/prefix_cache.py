@@ -26,6 +26,7 @@ from rewarm.cache.identity import Identity
 from rewarm.cache.memory import queue_limit
 from rewarm.cache.namespace import Match, Namespace
 from rewarm.cache.policy import Policy, read_policy
+from rewarm.cache.reading import ReadPool
 from rewarm.cache.saver import Shared
 from rewarm.cache.stats import Stats
 from rewarm.cache.writer import Writer
@@ -59,6 +60,7 @@ class PrefixCache:
         self._stats = Stats()
         self._writer = Writer(store, self._stats, queue_limit(), clock)
         self._clock = clock
+        self._pool = ReadPool()
         self._closed = False
         # At interpreter exit what still waits is written, or said to be lost.
         atexit.register(_close_at_exit, weakref.ref(self))
@@ -80,7 +82,7 @@ class PrefixCache:
             identity: of the model; its fingerprint may still be pending.
             tenant: part of every key, never written.
         """
-        shared = Shared(self.store, self._stats, self._writer, self._clock)
+        shared = Shared(self.store, self._stats, self._writer, self._clock, self._pool)
         return Namespace(shared, identity, tenant or b"")
 
     def flush(self, timeout: float | None = 30.0, *, durable: bool = False) -> bool:
@@ -165,6 +167,11 @@ class PrefixCache:
     def policy(self) -> Policy:
         """The switchable rules in force."""
         return read_policy(self.store.settings().policy)
+
+    @property
+    def restore_is_possible(self) -> bool:
+        """Whether the disk answers: false while it holds every reading thread up."""
+        return not self._pool.is_held_up
 
     def settings(self) -> Settings:
         """What `store.json` says now: limits, block size, policy, pins."""

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from rewarm.cache.description import describe
 from rewarm.cache.drafts import After, Cut, drafts, keys_of, private
 from rewarm.cache.identity import Identity
+from rewarm.cache.reading import ReadPool
 from rewarm.cache.stats import Stats
 from rewarm.cache.writer import Job, SaveReport, Writer
 from rewarm.errors import IndexFault, RewarmError
@@ -37,6 +38,7 @@ class Shared:
     stats: Stats
     writer: Writer
     clock: Callable[[], float]
+    pool: ReadPool
 
 
 @dataclass(frozen=True, slots=True)

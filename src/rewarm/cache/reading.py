@@ -1,0 +1,152 @@
+"""Reading records ahead, on threads of their own, so that nobody waits for a disk beyond a deadline.
+
+A few daemon threads read and verify records while the caller copies the one before. A thread that a disk
+holds up is given up by its caller, not ended: as long as all of them are held up, nothing more is read.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as FutureTimeout
+from typing import Any
+
+from rewarm.format.record import Header
+from rewarm.state.chain import Key
+from rewarm.state.plan import Plan
+from rewarm.state.reason import Reason
+from rewarm.state.sequence import Array
+from rewarm.store.files import RecordName
+from rewarm.store.store import Store
+
+THREADS = 2
+AHEAD = 3
+"""Records that are read, or wait as arrays, before the caller asks for them: bounds the memory beyond the state."""
+
+HELD_UP_S = 0.25
+
+Record = tuple[Header, dict[str, Array]]
+
+
+class ReadPool:
+    """The reading threads of one cache; started when they are first needed."""
+
+    def __init__(self) -> None:
+        self._tasks: queue.SimpleQueue[tuple[Future[Any], Callable[[], Any]]] = queue.SimpleQueue()
+        self._lock = threading.Lock()
+        self._n_threads = 0
+        self._given_up: dict[Future[Record], float] = {}
+
+    @property
+    def is_held_up(self) -> bool:
+        """Whether every thread hangs in a read that its caller has given up, for longer than a read takes."""
+        before = time.monotonic() - HELD_UP_S
+        with self._lock:
+            return sum(since < before for since in self._given_up.values()) >= THREADS
+
+    def submit(self, task: Callable[[], Record]) -> Future[Record]:
+        """Have a task run; its future."""
+        future: Future[Record] = Future()
+        with self._lock:
+            if self._n_threads < THREADS:
+                self._n_threads += 1
+                threading.Thread(target=self._run, name="rewarm-reader", daemon=True).start()
+        self._tasks.put((future, task))
+        return future
+
+    def give_up(self, future: Future[Record]) -> None:
+        """Nobody waits for this future any more."""
+        if future.cancel() or future.done():
+            return
+        with self._lock:
+            self._given_up[future] = time.monotonic()
+        future.add_done_callback(self._ended)
+
+    def _ended(self, future: Future[Record]) -> None:
+        with self._lock:
+            self._given_up.pop(future, None)
+
+    def _run(self) -> None:
+        while True:
+            future, task = self._tasks.get()
+            if future.set_running_or_notify_cancel():
+                try:
+                    future.set_result(task())
+                except BaseException as error:  # noqa: BLE001 - it is raised where the result is asked for
+                    future.set_exception(error)
+            del future, task
+
+
+class RecordReader:
+    """Reads the records of one restore.
+
+    Args:
+        pool: the threads.
+        store: where the records are.
+        fingerprint: the namespace.
+        end: when to give up, by `time.monotonic`.
+
+    Attributes:
+        fingerprint: the namespace.
+        last: the record that was asked for last.
+        unreadable: records that could not be read in this restore.
+        nbytes: bytes of tensors that were read.
+    """
+
+    def __init__(self, pool: ReadPool, store: Store, fingerprint: bytes, end: float) -> None:
+        self._pool = pool
+        self._store = store
+        self.fingerprint = fingerprint
+        self._end = end
+        self._order: list[RecordName] = []
+        self._coming: dict[RecordName, Future[Record]] = {}
+        self.last = RecordName(fingerprint, Key(b""), is_point=False)
+        self.unreadable: dict[Key, Reason] = {}
+        self.nbytes = 0
+
+    def follow(self, plan: Plan) -> None:
+        """Read the records of `plan` ahead, in its order."""
+        self.drop()
+        names = [(key, False) for key in plan.blocks]
+        if plan.tail is not None:
+            names.append((plan.tail, plan.tail_is_point))
+        names += [(key, True) for key in plan.points if key != plan.tail]
+        self._order = [RecordName(self.fingerprint, key, is_point) for key, is_point in reversed(names)]
+
+    def read(self, key: Key, is_point: bool) -> Record:  # noqa: FBT001
+        """A record, every byte checked.
+
+        Raises:
+            TimeoutError: the time is over, or the disk holds every reading thread up.
+            RecordError, OSError: as `Store.read`.
+        """
+        self.last = name = RecordName(self.fingerprint, key, is_point)
+        if self._pool.is_held_up:
+            raise TimeoutError("the disk does not answer")
+        while self._order and len(self._coming) < AHEAD:
+            self._begin(self._order.pop())
+        if name not in self._coming:
+            self._begin(name)
+        future = self._coming.pop(name)
+        try:
+            header, arrays = future.result(max(0.0, self._end - time.monotonic()))
+        except FutureTimeout:
+            if future.done():
+                raise
+            self._pool.give_up(future)
+            raise TimeoutError("the disk took too long") from None
+        self.nbytes += sum(array.nbytes for array in arrays.values())
+        return header, arrays
+
+    def _begin(self, name: RecordName) -> None:
+        self._coming[name] = self._pool.submit(lambda: self._store.read(name))
+
+    def drop(self) -> None:
+        """Nothing more is read ahead."""
+        for future in self._coming.values():
+            self._pool.give_up(future)
+        self._coming.clear()
+        self._order.clear()
