@@ -355,14 +355,18 @@ class Store:
         return Entries(self._reader).list()
 
     def pin(self, entry_id: str, *, pinned: bool) -> bool:
-        """Pin or unpin an entry; whether it is there."""
+        """Pin or unpin an entry; whether it is there. What only a pin held above a limit goes at once."""
         key = bytes.fromhex(entry_id)
-        with self._writing, self._index.transaction():
-            found = self._entries.pin(key, pinned=pinned)
-            settings = self.settings()
-            pins = tuple(pin for pin in settings.pins if pin != entry_id) + ((entry_id,) if pinned and found else ())
-            if pins != settings.pins:
-                self._replace(msgspec.structs.replace(settings, pins=pins))
+        with self._writing:
+            with self._index.transaction():
+                found = self._entries.pin(key, pinned=pinned)
+                settings = self.settings()
+                others = tuple(pin for pin in settings.pins if pin != entry_id)
+                pins = (*others, entry_id) if pinned and found else others
+                if pins != settings.pins:
+                    self._replace(msgspec.structs.replace(settings, pins=pins))
+            if not pinned:
+                self._remover.shrink(settings.limits)
         return found
 
     def forget(self, entry_id: str, *, dry_run: bool) -> Removal:
