@@ -118,6 +118,8 @@ class Writer:
         self._nbytes = 0
         self._closing = False
         self._storing = False
+        self._ended = False
+        self._at_end: Callable[[], None] | None = None
         self._passing = 0
         self._policy, self._policy_s = read_policy(store.settings().policy), time.monotonic()
         self._n_forgets = store.n_forgets()
@@ -282,6 +284,14 @@ class Writer:
             job.report.settle(Dropped.CLOSED)
         return len(left)
 
+    def when_ended(self, callback: Callable[[], None]) -> None:
+        """After `close`: call `callback` when the thread has ended; now, if it has, else on that thread."""
+        with self._changed:
+            if not self._ended:
+                self._at_end = callback
+                return
+        callback()
+
     # The thread.
 
     def _run(self) -> None:
@@ -299,7 +309,12 @@ class Writer:
             if job is not None:
                 self._finish(job, self._write(job))
             if stop:
-                return
+                break
+        with self._changed:
+            self._ended = True
+            at_end = self._at_end
+        if at_end is not None:
+            at_end()
 
     def _due(self) -> bool:
         return bool(self._queue or self._notes.bad or self._closing or (self._passing and self._has_notes()))
