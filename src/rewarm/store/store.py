@@ -168,6 +168,7 @@ class Store:
         self._recovery.bury()
         with self._index.transaction():
             self._index.note_forgets(self._pid_lock.process, self._index.n_forgets())
+            self._index.settle_forgets()
         if not self._index.is_built():
             n = check.rebuild(self._recovery, self._remover, settings.pins)
             self.rebuilt = n > 0
