@@ -123,6 +123,8 @@ def to_state(slot: SlotFile, n_swa: int = 0) -> CodecState:
         k = point.n_tokens
         if len(point.draft) or len(point.spec):
             raise UnknownLayout("has checkpoints of a draft model")
+        if not runs and point.pos_max not in (k - 1, k):
+            raise UnknownLayout(f"has a checkpoint at {k} tokens whose last position is {point.pos_max}")
         if 0 < k < n and not any(start < k < end for start, end in runs):
             points[k] = reader.at(k, slot_file.parse_partial(_view(point.target), slot.version))
             if points[k].layout() != state.layout():

@@ -265,6 +265,8 @@ def _read_stream(reader: _Reader, version: int, form: _Form) -> Stream | None:
     keys = tuple(_read_rows(reader, n_cells) for _ in range(n_layers))
     read = _read_columns if v_trans else _read_rows
     values = tuple(read(reader, n_cells) for _ in range(n_layers)) if form.values else ()
+    if any(len({plane.ggml_type for plane in part}) > 1 for part in (keys, values)):
+        raise UnknownLayout("has layers of different element types")
     extended = cells[:, 2:5] if form.extended else None
     turned = (rotations[0], rotations[1]) if rotations else None
     return Stream(cells[:, 0], extended, cells[:, -1], v_trans, turned, keys, values)
