@@ -1,0 +1,55 @@
+"""Several processes on one root: one budget, no wrong load, no hole in a chain, no deadlock; some are killed."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import pytest
+
+from rewarm.testing.crash import BLOCK_TOKENS
+from rewarm.testing.crowd import engine, limits, sequence, start
+from rewarm.testing.driver import Driver, on_disk
+
+
+def crowd(root: Path, n_processes: int, n_operations: int, max_files: int, n_kills: int) -> None:
+    chance = random.Random(n_operations)
+    Driver(root, engine(), BLOCK_TOKENS, limits(max_files)).close()
+    processes = [start(root, seed, n_operations, max_files) for seed in range(n_processes)]
+    doomed = [start(root, 100 + i, 10**6, max_files) for i in range(n_kills)]
+    try:
+        for process in doomed:
+            with pytest.raises(Exception, match="timed out"):
+                process.wait(chance.uniform(1.0, 2.5))
+            process.kill()
+            process.wait(60)
+        assert [process.wait(900) for process in processes] == [0] * n_processes
+    finally:
+        for process in [*processes, *doomed]:
+            process.kill()
+            process.wait(60)
+    driver = Driver(root, engine(), BLOCK_TOKENS, lossy=True)
+    assert not on_disk(root).leftovers
+    assert on_disk(root).n_files <= max_files
+    driver.assert_in_order()
+    for _ in range(50):
+        prompt = [*sequence(chance), 77]
+        driver.engine.check(driver.namespace().restore(driver.namespace().find(prompt)), prompt)
+    tokens = list(range(17))
+    driver.save(tokens)
+    driver.flush()
+    assert driver.restore([*tokens, 1]).n_tokens == 17
+    driver.assert_in_order()
+    driver.close()
+
+
+@pytest.mark.parametrize("max_files", [10_000, 30], ids=["roomy", "tight"])
+def test_b045_processes_share_one_root(tmp_path: Path, max_files: int) -> None:
+    crowd(tmp_path / "kv", n_processes=2, n_operations=150, max_files=max_files, n_kills=1)
+
+
+@pytest.mark.long
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("max_files", [10_000, 30], ids=["roomy", "tight"])
+def test_b045_many_processes_share_one_root(tmp_path: Path, max_files: int) -> None:
+    crowd(tmp_path / "kv", n_processes=6, n_operations=2_000, max_files=max_files, n_kills=3)
