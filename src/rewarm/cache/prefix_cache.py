@@ -101,6 +101,7 @@ class PrefixCache:
         left = self._writer.close(timeout)
         if left:
             log.warning("%d saves were not written before the deadline; what is stored is whole", left)
+        self._pool.close()
         # A writer that a disk holds up still has the store in its hands: it closes it when it can.
         self._writer.when_ended(self.store.close)
         return CloseReport(left)

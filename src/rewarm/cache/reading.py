@@ -35,9 +35,10 @@ class ReadPool:
     """The reading threads of one cache; started when they are first needed."""
 
     def __init__(self) -> None:
-        self._tasks: queue.SimpleQueue[tuple[Future[Any], Callable[[], Any]]] = queue.SimpleQueue()
+        self._tasks: queue.SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None] = queue.SimpleQueue()
         self._lock = threading.Lock()
         self._n_threads = 0
+        self._closed = False
         self._given_up: dict[Future[Record], float] = {}
 
     @property
@@ -51,11 +52,22 @@ class ReadPool:
         """Have a task run; its future."""
         future: Future[Record] = Future()
         with self._lock:
+            if self._closed:
+                future.set_exception(OSError("the cache is closed"))
+                return future
             if self._n_threads < THREADS:
                 self._n_threads += 1
                 threading.Thread(target=self._run, name="rewarm-reader", daemon=True).start()
-        self._tasks.put((future, task))
+            self._tasks.put((future, task))
         return future
+
+    def close(self) -> None:
+        """End the threads when they have read what was asked for; one that a disk holds up ends with its read."""
+        with self._lock:
+            self._closed = True
+            for _ in range(self._n_threads):
+                self._tasks.put(None)
+            self._n_threads = 0
 
     def give_up(self, future: Future[Record]) -> None:
         """Nobody waits for this future any more."""
@@ -71,13 +83,16 @@ class ReadPool:
 
     def _run(self) -> None:
         while True:
-            future, task = self._tasks.get()
+            found = self._tasks.get()
+            if found is None:
+                return
+            future, task = found
             if future.set_running_or_notify_cancel():
                 try:
                     future.set_result(task())
                 except BaseException as error:  # noqa: BLE001 - it is raised where the result is asked for
                     future.set_exception(error)
-            del future, task
+            del found, future, task
 
 
 class RecordReader:
