@@ -50,9 +50,9 @@ def test_a_wrong_value_opens_nothing(asked: list[Mapping[str, Any]], wrong: str)
     assert asked == []
 
 
-def test_the_settings_of_the_gateway_take_these_names() -> None:
+def test_the_settings_of_the_gateway_take_these_names(tmp_path: Path) -> None:
     settings = pytest.importorskip("rewarm.gateway.settings", reason="needs the gateway's packages").Settings
-    given = {"host": "127.0.0.1", "port": 0, "cache_dir": Path("kv"), "models": [Path("a")], "max_bytes": 1}
+    given = {"host": "127.0.0.1", "port": 0, "cache_dir": tmp_path, "models": [tmp_path / "a"], "max_bytes": 1}
     made = settings(**given, max_files=2)
     for name, value in given.items():
         assert getattr(made, name) == value
