@@ -24,12 +24,14 @@ class SlotServer:
         folder.mkdir(exist_ok=True)
         self.folder = folder
         pairs = [f"{name}={value!r}" for name, value in settings.items()]
-        self.process = subprocess.Popen(
-            [sys.executable, __file__, str(model), str(folder), *pairs],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=(folder / "log.txt").open("wb"),
-        )
+        self.n_slots = int(settings.get("n_parallel", 1))
+        with (folder / "log.txt").open("wb") as log:
+            self.process = subprocess.Popen(
+                [sys.executable, __file__, str(model), str(folder), *pairs],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=log,
+            )
         line = self.process.stdout.readline().decode() if self.process.stdout else ""
         if not line.startswith("http"):
             raise AssertionError("the server did not start: " + (folder / "log.txt").read_text()[-2000:])
