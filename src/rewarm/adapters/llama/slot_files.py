@@ -1,0 +1,186 @@
+"""A slot's state between the running server and `SequenceState`: the save and restore actions, by raw files.
+
+Knows the codec and the raw folder; not the store, and not who uses a slot.
+"""
+
+from __future__ import annotations
+
+import logging
+import mmap
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from rewarm.adapters.llama import codec, slot_file
+from rewarm.adapters.llama.codec import CodecState, UnknownLayout
+from rewarm.adapters.llama.engine import Engine, Refused
+from rewarm.adapters.llama.raw_folder import RawFolder
+from rewarm.adapters.llama.slot_parts import Piece, SlotFile
+from rewarm.adapters.llama.slots import Tokens
+from rewarm.state.sequence import SequenceState
+
+log = logging.getLogger(__name__)
+
+ACTION_TIMEOUT_S = 600.0
+"""A save waits for the decode step in progress, and writes all of the slot."""
+
+
+class NoRoom(Exception):
+    """The raw folder has no room for a slot's state now."""
+
+
+@dataclass(frozen=True, slots=True)
+class RawFile:
+    """A slot file that the server has written.
+
+    Attributes:
+        name: in the raw folder.
+        n_tokens: of the slot.
+        nbytes: of the file.
+        stall_s: for how long the server stood still.
+    """
+
+    name: str
+    n_tokens: int
+    nbytes: int
+    stall_s: float
+
+
+class SlotFiles:
+    """Saves and restores slots of a server.
+
+    Args:
+        engine: the server.
+        raw: the folder that it saves to.
+        n_swa: the model's sliding window in tokens; 0 without one.
+
+    Attributes:
+        nbytes_per_token: of the largest slot file so far: what the next one may need.
+        n_streams: streams of the server's cache, as its slot files tell.
+    """
+
+    def __init__(self, engine: Engine, raw: RawFolder, n_swa: int) -> None:
+        self.nbytes_per_token = 0.0
+        self.n_streams = 1
+        self._engine = engine
+        self._raw = raw
+        self._n_swa = n_swa
+        self._told: set[str] = set()
+
+    def save(self, slot_id: int, n_tokens: int) -> RawFile:
+        """Have the server write a slot of some `n_tokens` to the raw folder.
+
+        Raises:
+            NoRoom: the folder is too small for it now.
+            EngineGone, Refused: the server did not.
+        """
+        if not self._raw.has_room(int(n_tokens * self.nbytes_per_token)):
+            raise NoRoom
+        name = self._raw.new_name()
+        start = time.perf_counter()
+        try:
+            answer = self._engine.ask(
+                "POST", f"/slots/{slot_id}?action=save", {"filename": name}, timeout_s=ACTION_TIMEOUT_S
+            )
+            stall_s = float(answer.get("timings", {}).get("save_ms", 0.0)) / 1000 or time.perf_counter() - start
+            return RawFile(name, int(answer["n_saved"]), int(answer["n_written"]), stall_s)
+        except BaseException:
+            self._raw.remove(name)
+            raise
+
+    def read(self, file: RawFile) -> CodecState | None:
+        """The states in a raw file, which is removed; None when it holds none that are usable."""
+        try:
+            return self._read(self._raw.path / file.name, file.n_tokens)
+        except (OSError, ValueError) as error:
+            self._tell(f"a slot that the server saved cannot be read: {error}")
+            return None
+        finally:
+            self._raw.remove(file.name)
+
+    def look(self, file: RawFile) -> tuple[SlotFile, CodecState]:
+        """A raw file as it is, and its states; the file is removed. Notes how many streams the server has.
+
+        Raises:
+            UnknownLayout: it is not understood.
+            OSError: it cannot be read.
+        """
+        try:
+            found = slot_file.parse(memoryview((self._raw.path / file.name).read_bytes()))
+            states = codec.to_state(found, self._n_swa)
+            self.n_streams = states.n_streams
+            return found, states
+        finally:
+            self._raw.remove(file.name)
+
+    def restore(self, slot_id: int, state: SequenceState, tokens: Tokens) -> None:
+        """Put a state of `tokens` into a slot.
+
+        Raises:
+            NoRoom: the folder is too small for it now; the slot is as it was.
+            UnknownLayout: the state cannot become a slot file; the slot is as it was.
+            EngineGone, Refused: the server did not take it; the slot may be empty.
+        """
+        pieces = self._pieces(state, tokens)
+        if not self._raw.has_room(sum(len(piece) for piece in pieces)):
+            raise NoRoom
+        name = self._raw.new_name()
+        try:
+            self._raw.write(name, pieces)
+            answer = self._engine.ask(
+                "POST", f"/slots/{slot_id}?action=restore", {"filename": name}, timeout_s=ACTION_TIMEOUT_S
+            )
+        finally:
+            self._raw.remove(name)
+        if int(answer.get("n_restored", -1)) != len(tokens):
+            raise Refused(f"{answer.get('n_restored')} tokens were restored instead of {len(tokens)}")
+
+    def erase(self, slot_id: int) -> None:
+        """Empty a slot.
+
+        Raises:
+            EngineGone, Refused: the server did not.
+        """
+        self._engine.ask("POST", f"/slots/{slot_id}?action=erase", {}, timeout_s=ACTION_TIMEOUT_S)
+
+    def _pieces(self, state: SequenceState, tokens: Tokens) -> Sequence[Piece]:
+        whole = codec.whole_file(state)
+        return [whole] if whole is not None else codec.from_state(state, tokens, n_streams=self.n_streams)
+
+    def _read(self, path: Path, n_tokens: int) -> CodecState | None:
+        with path.open("rb") as stream:
+            data = memoryview(mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ))
+        if n_tokens:
+            self.nbytes_per_token = max(self.nbytes_per_token, len(data) / n_tokens)
+        try:
+            slot = slot_file.parse(data)
+            return codec.to_state(slot, self._n_swa) if len(slot.tokens) else None
+        except UnknownLayout as error:
+            self._tell(f"this model's slot files are kept whole, usable at their own length only: {error}")
+        tokens = leading_tokens(data)
+        if tokens is None:
+            return None
+        return CodecState(tokens, codec.opaque_state(data, len(tokens)))
+
+    def _tell(self, what: str) -> None:
+        if what not in self._told:
+            self._told.add(what)
+            log.warning("rewarm: %s", what)
+
+
+def leading_tokens(data: memoryview) -> Tokens | None:
+    """The token list at the head of a slot file whose state is not understood; None where it is not plain."""
+    head = np.frombuffer(data[:12], "<u4") if len(data) >= 12 else np.zeros(3, "<u4")
+    n = int(head[2])
+    if int(head[0]) != 0x67677371 or len(data) < 12 + 4 * n:
+        return None
+    words = np.frombuffer(data[12 : 12 + 4 * n], "<i4").astype(np.int64)
+    if len(words) and words[0] == -1:
+        # The list of b11549: -1, version, count, tokens, number of media chunks.
+        if len(words) < 4 or words[1] != 1 or words[2] != len(words) - 4 or words[-1] != 0:
+            return None
+        words = words[3:-1]
+    return words if len(words) and (words >= 0).all() else None

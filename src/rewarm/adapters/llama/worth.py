@@ -1,0 +1,49 @@
+"""Whether loading a state is quicker than computing it, by what both have taken so far.
+
+Running averages of one model on one machine. Before both are known, loading is tried.
+"""
+
+from __future__ import annotations
+
+import threading
+
+_WEIGHT = 0.3
+"""Of the newest measurement."""
+
+_ENOUGH_TOKENS = 16
+"""Prefills shorter than this measure the overhead."""
+
+
+class Worth:
+    """Measured speeds. Safe to use from several threads."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._prefill_s = 0.0
+        self._restore_s = 0.0
+
+    def prefilled(self, n_tokens: int, took_s: float) -> None:
+        """Note a prefill."""
+        if n_tokens >= _ENOUGH_TOKENS and took_s > 0:
+            with self._lock:
+                self._prefill_s = _average(self._prefill_s, took_s / n_tokens)
+
+    def restored(self, nbytes: int, took_s: float) -> None:
+        """Note a restore, from the store into the slot."""
+        if nbytes and took_s > 0:
+            with self._lock:
+                self._restore_s = _average(self._restore_s, took_s / nbytes)
+
+    def prefill_s(self, n_tokens: int) -> float | None:
+        """Seconds that computing `n_tokens` takes, or None before that is known."""
+        return self._prefill_s * n_tokens or None
+
+    def is_worth(self, n_tokens: int, nbytes: int) -> bool:
+        """Whether loading `nbytes` is no slower than computing the `n_tokens` that it saves."""
+        if not self._prefill_s or not self._restore_s:
+            return True
+        return self._restore_s * nbytes <= self._prefill_s * n_tokens
+
+
+def _average(before: float, now: float) -> float:
+    return now if not before else (1 - _WEIGHT) * before + _WEIGHT * now

@@ -1,0 +1,123 @@
+"""What every worker process has in common: the flags of the cache, its opening, the address, the signals.
+
+Knows no engine. A worker's main function owns the process and uses these.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+import signal
+import socket
+import stat
+import threading
+from collections.abc import Callable
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import rewarm
+from rewarm.cache.prefix_cache import PrefixCache
+from rewarm.errors import RewarmError
+from rewarm.state.reason import Reason
+from rewarm.units import parse_bytes
+
+log = logging.getLogger(__name__)
+
+SECRET_VARIABLE = "REWARM_WORKER_SECRET"  # noqa: S105
+"""The environment variable whose value every request must bear."""
+
+SHUTDOWN_S = 5.0
+"""From the signal to the end: what is queued is written in this time."""
+
+
+def cache_flags(prog: str) -> argparse.ArgumentParser:
+    """A parser of the flags that say where the cache lives and how large it may grow; other flags pass it by."""
+    parser = argparse.ArgumentParser(prog=prog, add_help=False, allow_abbrev=False, usage=argparse.SUPPRESS)
+    group = parser.add_argument_group("rewarm", "Where the KV cache is kept on disk, and how much of it.")
+    group.add_argument(
+        "--rewarm-dir",
+        type=Path,
+        metavar="DIR",
+        help="folder of the cache (default: $REWARM_DIR, else a folder in the user's cache)",
+    )
+    group.add_argument("--rewarm-max-bytes", type=_size, metavar="SIZE", help="most bytes to keep, such as 20GiB")
+    group.add_argument("--rewarm-max-files", type=int, metavar="N", help="most files to keep")
+    group.add_argument("--rewarm-min-free", type=_size, metavar="SIZE", help="bytes to leave free on the disk")
+    group.add_argument("--rewarm-off", action="store_true", help="serve without the disk")
+    return parser
+
+
+def open_cache(options: argparse.Namespace) -> tuple[PrefixCache | None, tuple[Reason, str]]:
+    """The prefix cache that the flags ask for; or none, and why: the server then serves uncached."""
+    if options.rewarm_off:
+        return None, (Reason.DISABLED, "The disk cache is switched off.")
+    limits = {
+        name: value
+        for name, value in (
+            ("max_bytes", options.rewarm_max_bytes),
+            ("max_files", options.rewarm_max_files),
+            ("min_free_bytes", options.rewarm_min_free),
+        )
+        if value is not None
+    }
+    path = options.rewarm_dir or (Path(where) if (where := os.environ.get("REWARM_DIR")) else None)
+    try:
+        cache = rewarm.open(path, limits=rewarm.Limits(**limits) if limits else None)
+        if limits:
+            # `open` leaves the limits of a folder that was there alone; a flag is an order.
+            cache.set_limits(rewarm.Limits(**limits))
+    except (OSError, RewarmError) as error:
+        why = f"The cache folder cannot be used, so requests are served uncached: {error}"
+        log.warning("rewarm: %s", why)
+        return None, (Reason.UNAVAILABLE, why)
+    log.info("rewarm: keeping KV in %s", cache.root)
+    return cache, (Reason.HIT, "")
+
+
+def listen(host: str, port: int, handler: Callable[..., BaseHTTPRequestHandler]) -> ThreadingHTTPServer:
+    """A server that is bound to `host` and `port`.
+
+    Raises:
+        OSError: the address is in use, or none of this machine.
+    """
+    family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
+    attributes = {"address_family": family, "daemon_threads": True, "request_queue_size": 128}
+    server_class = type("Server", (ThreadingHTTPServer,), attributes)
+    server: ThreadingHTTPServer = server_class(address, handler)
+    return server
+
+
+def on_signals(stop: Callable[[], None]) -> None:
+    """Call `stop` at the first SIGTERM or SIGINT; a second one ends the process at once."""
+    if threading.current_thread() is not threading.main_thread():
+        return
+
+    def handle(_signal: int, _frame: Any) -> None:
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, signal.SIG_DFL)
+        stop()
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, handle)
+
+
+def on_end_of_input(stop: Callable[[], None]) -> None:
+    """Call `stop` when standard input ends, if it is a pipe and a gateway started us: so no worker outlives it."""
+    if not os.environ.get(SECRET_VARIABLE) or not stat.S_ISFIFO(os.fstat(0).st_mode):
+        return
+
+    def read() -> None:
+        while os.read(0, 4096):
+            pass
+        stop()
+
+    threading.Thread(target=read, name="rewarm-input", daemon=True).start()
+
+
+def _size(text: str) -> int:
+    try:
+        return parse_bytes(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
