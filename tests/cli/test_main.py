@@ -49,8 +49,8 @@ def test_it_works_with_no_engine_and_no_gateway_installed(arguments: list[str]) 
 
 @pytest.mark.parametrize(
     ("arguments", "extra"),
-    [(["mlx-lm", "--help"], "mlx"), (["demo"], "mlx"), (["serve"], "gateway")],
-    ids=["mlx-lm", "demo", "serve"],
+    [(["mlx-lm", "--help"], "mlx"), (["llama-server", "--help"], "llama"), (["demo"], "mlx"), (["serve"], "gateway")],
+    ids=["mlx-lm", "llama-server", "demo", "serve"],
 )
 def test_a_command_without_its_extra_says_what_to_install(arguments: list[str], extra: str) -> None:
     done = run(*arguments, hidden=ENGINES_AND_GATEWAY)
@@ -74,7 +74,7 @@ def test_an_import_that_fails_for_another_cause_is_not_hidden() -> None:
 def test_it_names_its_version_and_its_commands() -> None:
     assert run("--version").stdout == f"rewarm {rewarm.__version__}\n"
     words = run("--help").stdout.split()
-    for command in ("serve", "mlx-lm", "ls", "clear", "demo"):
+    for command in ("serve", "mlx-lm", "llama-server", "ls", "clear", "demo"):
         assert command in words
 
 

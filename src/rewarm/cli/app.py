@@ -9,6 +9,7 @@ import typer
 import rewarm
 from rewarm.cli.clear import clear
 from rewarm.cli.demo import demo
+from rewarm.cli.llama_server import llama_server
 from rewarm.cli.ls import ls
 from rewarm.cli.mlx_lm import SETTINGS, mlx_lm
 from rewarm.cli.serve import serve
@@ -23,6 +24,7 @@ app = typer.Typer(
 
 app.command("serve")(serve)
 app.command("mlx-lm", context_settings=SETTINGS)(mlx_lm)
+app.command("llama-server", context_settings=SETTINGS)(llama_server)
 app.command("ls")(ls)
 app.command("clear")(clear)
 app.command("demo")(demo)

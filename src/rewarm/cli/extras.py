@@ -34,6 +34,13 @@ def mlx_lm_main() -> Callable[[list[str]], int]:
     return main
 
 
+def llama_server_main() -> Callable[[list[str]], int]:
+    """The worker's main function: takes its arguments, gives its exit code. Needs no package but an engine's."""
+    from rewarm.adapters.llama.server import main
+
+    return main
+
+
 def bundled_model(progress: Callable[[float, str], None]) -> Path:
     """The folder of the bundled model, converted now if it is not there yet.
 
