@@ -1,0 +1,103 @@
+"""The page's words for what the cache did, what a model does, and what went wrong. Knows no page."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from rewarm.state.reason import Reason
+
+_MISSES = {
+    Reason.HIT: "Nothing was reused for this prompt",
+    Reason.DIVERGED: "The prompt differs from what is stored from its start on",
+    Reason.NOTHING_STORED: "Nothing stored for this prompt yet",
+    Reason.NO_RESTORE_POINT: "Something is stored, but nothing that this prompt can go on from",
+    Reason.EVICTED: "What was stored was evicted to make room",
+    Reason.CORRUPT: "A stored file was damaged; it was set aside, and the prompt was read anew",
+    Reason.IDENTITY_CHANGED: "The model is not the one that the stored state was made with",
+    Reason.IDENTITY_PENDING: "The model's files are still being checked",
+    Reason.UNAVAILABLE: "The cache cannot be used at the moment",
+    Reason.TIMEOUT: "The disk took too long",
+    Reason.DISABLED: "The cache is off",
+    Reason.TOO_SHORT: "The prompt is too short to be worth storing",
+    Reason.NOT_WORTH_LOADING: "Reading the prompt is quicker than loading what is stored",
+    Reason.BUSY: "Not enough memory was free to restore",
+}
+# After a part was reused: why no more. Others go without saying: the rest of the prompt is new.
+_THEN = {
+    Reason.DIVERGED: "the rest differs from what is stored",
+    Reason.NO_RESTORE_POINT: "the rest has no restore point",
+    Reason.EVICTED: "the rest was evicted to make room",
+    Reason.CORRUPT: "the rest was damaged and set aside",
+    Reason.TIMEOUT: "the disk took too long for the rest",
+    Reason.BUSY: "not enough memory was free for the rest",
+    Reason.UNAVAILABLE: "the cache cannot be used for the rest",
+}
+_TELLING = {Reason.DIVERGED, Reason.NO_RESTORE_POINT, Reason.IDENTITY_CHANGED, Reason.UNAVAILABLE}
+_DETAIL_CHARS = 110
+
+
+def quiet_line(report: Mapping[str, Any] | None, ttft_s: float | None) -> str:
+    """One line on a reply: what was reused of the prompt, or why nothing was, and the time to first token.
+
+    Args:
+        report: the object `rewarm` beside a reply's `usage`; None when the engine sent none.
+        ttft_s: seconds from the request to the first token; None when none came.
+    """
+    parts = _reused(report) if report else []
+    if ttft_s is not None:
+        parts.append(f"first token after {duration(ttft_s)}")
+    line = " · ".join(parts)
+    return line[:1].upper() + line[1:]
+
+
+def duration(seconds: float) -> str:
+    """Seconds as a person reads them: 0.24 s, 1.1 s, 12 s, 2 min 5 s."""
+    if seconds < 0.995:
+        return f"{seconds:.2f} s"
+    if seconds < 9.95:
+        return f"{seconds:.1f} s"
+    if seconds < 59.5:
+        return f"{seconds:.0f} s"
+    minutes, rest = divmod(round(seconds), 60)
+    return f"{minutes} min {rest} s" if rest else f"{minutes} min"
+
+
+def progress(n_done: int, n_tokens: int) -> str:
+    """How far the prompt has been read."""
+    return f"Reading the prompt: {n_done:,} of {_tokens(n_tokens)}"
+
+
+def _reused(report: Mapping[str, Any]) -> list[str]:
+    n_cached, n_disk, n_memory, n_prompt = (
+        int(report.get(name) or 0) for name in ("cached_tokens", "disk_tokens", "memory_tokens", "prompt_tokens")
+    )
+    reason, detail = _reason(report.get("reason")), str(report.get("detail") or "").strip()
+    if n_cached <= 0:
+        return [_miss(reason, detail)]
+    of_prompt = f"of {_tokens(n_prompt)}"
+    if n_disk and n_memory:
+        line = f"Reused {n_cached:,} {of_prompt}: {n_disk:,} from disk, {n_memory:,} still in memory"
+    elif n_disk:
+        line = f"Restored {n_disk:,} {of_prompt} from disk"
+    else:
+        line = f"{n_cached:,} {of_prompt} still in memory"
+    then = _THEN.get(reason) if reason else None
+    return [line, then] if then else [line]
+
+
+def _miss(reason: Reason | None, detail: str) -> str:
+    if detail and (reason is None or reason in _TELLING):
+        return detail.rstrip(".") if len(detail) <= _DETAIL_CHARS else detail[: _DETAIL_CHARS - 1].rstrip() + "…"
+    return _MISSES[reason or Reason.NOTHING_STORED]
+
+
+def _reason(value: object) -> Reason | None:
+    try:
+        return Reason(str(value))
+    except ValueError:
+        return None
+
+
+def _tokens(count: int) -> str:
+    return "1 token" if count == 1 else f"{count:,} tokens"
