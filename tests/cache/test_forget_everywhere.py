@@ -104,7 +104,7 @@ def test_the_same_tokens_sent_again_are_a_new_conversation(here: Driver, there: 
 
 def test_a_process_that_died_holds_nobody_up(here: Driver, tmp_path: Path) -> None:
     dead = Driver(here.root, lossy=True)
-    dead.cache.store._pid_lock.release()  # as the system does when a process ends, however it ends
+    dead.cache.store._root.lock.release()  # as the system does when a process ends, however it ends
     here.save(CHAT)
     here.flush()
     here.cache.forget(here.cache.entries()[0])

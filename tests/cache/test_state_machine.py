@@ -215,7 +215,7 @@ COMMON = {"phases": PHASES, "deadline": None, "suppress_health_check": list(Heal
 
 
 def test_random_histories() -> None:
-    run_state_machine_as_test(CacheMachine, settings=settings(max_examples=80, stateful_step_count=25, **COMMON))
+    run_state_machine_as_test(CacheMachine, settings=settings(max_examples=50, stateful_step_count=25, **COMMON))
 
 
 @pytest.mark.long

@@ -108,11 +108,13 @@ class Namespace:
                 return Match(0, Reason.UNAVAILABLE, {"identity": self.identity.error}, tokens=tokens)
             return Match(0, Reason.IDENTITY_PENDING, tokens=tokens)
         try:
-            self._writer.heed()
+            self._writer.heed(FIND_DEADLINE_S)
             return self._longest(fingerprint, tokens)
         except TimeoutError:
             return Match(0, Reason.TIMEOUT, tokens=tokens)
         except (IndexFault, OSError) as error:
+            if isinstance(error, IndexFault):
+                self._writer.met(error)
             log.debug("nothing can be found now: %s", error)
             return Match(0, Reason.UNAVAILABLE, {"error": str(error)}, tokens=tokens)
 
@@ -215,7 +217,7 @@ class Namespace:
         """Plan without the record that failed, in this restore or from now on; the reason."""
         name = reader.last
         if isinstance(error, FileNotFoundError):
-            self._store.mark_bad(name, Reason.EVICTED)
+            reader.unreadable[name.key] = Reason.EVICTED
             self._writer.settle_bad(name, "missing", missing=True)
             return Reason.EVICTED
         if isinstance(error, DamagedRecord):

@@ -28,7 +28,10 @@ from rewarm.store.store import Store
 log = logging.getLogger("rewarm.cache")
 
 NOTE_INTERVAL_S = 1.0
+HEED_DEADLINE_S = 10.0
 WANTED_S = 60.0
+MAX_BAD = 1000
+"""Bad records that wait to be dealt with, while the index cannot be used."""
 
 
 class SaveReport:
@@ -91,6 +94,7 @@ class _Notes:
     ends: list[Key] = field(default_factory=list)
     bad: list[tuple[RecordName, str, bool]] = field(default_factory=list)
     forgets: int | None = None
+    index_is_broken: bool = False
 
 
 class Writer:
@@ -117,7 +121,7 @@ class Writer:
         self._synced: list[RecordName] = []
         self._nbytes = 0
         self._closing = False
-        self._storing = False
+        self._storing = self._notes_failed = False
         self._ended = False
         self._at_end: Callable[[], None] | None = None
         self._passing = 0
@@ -206,14 +210,15 @@ class Writer:
         """Have `callback(keys)` called when a conversation is forgotten, by whichever process."""
         self._on_forget.append(callback)
 
-    def heed(self) -> None:
+    def heed(self, deadline_s: float = HEED_DEADLINE_S) -> None:
         """Take note of what was forgotten since the last time: drop queued saves of it, and tell who holds it.
 
         Raises:
+            TimeoutError: others hold the index longer than `deadline_s`.
             IndexFault: the index cannot be used now.
         """
         with self._heeding:
-            number = self._store.n_forgets()
+            number = self._store.n_forgets(deadline_s)
             if number == self._n_forgets:
                 return
             keys = frozenset(self._store.forgotten_since(self._n_forgets))
@@ -236,6 +241,13 @@ class Writer:
             job.report.settle(Dropped.FORGOTTEN)
             self._stats.dropped(Dropped.FORGOTTEN)
 
+    def met(self, fault: IndexFault) -> None:
+        """The index could not be used; when it is broken it is built anew."""
+        if fault.broken:
+            with self._changed:
+                self._notes.index_is_broken = True
+                self._changed.notify_all()
+
     def wake(self) -> None:
         """An identity is known: saves that waited for it can go on."""
         with self._changed:
@@ -245,7 +257,7 @@ class Writer:
 
     def flush(self, timeout: float | None, *, durable: bool = False) -> bool:
         """Wait until everything queued so far is written and every note stored; whether it is."""
-        with contextlib.suppress(IndexFault):
+        with contextlib.suppress(IndexFault, TimeoutError):
             self.heed()
         end = None if timeout is None else time.monotonic() + timeout
         with self._changed:
@@ -267,7 +279,8 @@ class Writer:
 
     def _has_notes(self) -> bool:
         notes = self._notes
-        return bool(notes.paths or notes.ends or notes.bad or notes.forgets or self._stats.peek())
+        urgent = notes.bad or notes.forgets or notes.index_is_broken
+        return bool(urgent or notes.paths or notes.ends or self._stats.peek())
 
     def close(self, timeout: float | None) -> int:
         """Stop taking saves, write what waits; how many saves were left unwritten at the deadline."""
@@ -317,7 +330,8 @@ class Writer:
             at_end()
 
     def _due(self) -> bool:
-        return bool(self._queue or self._notes.bad or self._closing or (self._passing and self._has_notes()))
+        urgent = self._notes.bad and not self._notes_failed
+        return bool(self._queue or urgent or self._closing or (self._passing and self._has_notes()))
 
     def _finish(self, job: Job, reason: Dropped | None) -> None:
         if reason is not None:
@@ -370,7 +384,9 @@ class Writer:
             outcome = self._store.commit(save, self._spared(), now_s)
             if outcome.nbytes:
                 self._store.count_written(outcome.nbytes, day)
-        except (IndexFault, RewarmError, OSError) as error:
+        except (RewarmError, OSError) as error:
+            if isinstance(error, IndexFault):
+                self.met(error)
             log.warning("a save was dropped: %s. What is stored is untouched, and saving goes on.", error)
             return Dropped.UNAVAILABLE
         with self._changed:
@@ -390,6 +406,8 @@ class Writer:
         counts = self._stats.take()
         try:
             self._store.look_after()
+            if notes.index_is_broken:
+                self._store.renew_index()
             if notes.forgets is not None:
                 self._store.note_forgets(notes.forgets)
             for name, why, missing in notes.bad:
@@ -397,15 +415,21 @@ class Writer:
             if notes.paths or notes.ends or counts:
                 self._store.note_use(_latest(notes.paths), notes.ends, counts, self._clock())
         except (IndexFault, OSError) as error:
+            if isinstance(error, IndexFault):
+                self.met(error)
             log.debug("recency and counters wait: %s", error)
             self._stats.settle(stored=False)
+            self._notes_failed = True
+            with self._changed:
+                self._notes.bad = [*notes.bad, *self._notes.bad][-MAX_BAD:]
             time.sleep(0 if self._closing else 0.05)
         else:
             self._stats.settle(stored=True)
+            self._notes_failed = False
         with self._changed:
             self._storing = False
             self._changed.notify_all()
-        with contextlib.suppress(IndexFault):
+        with contextlib.suppress(IndexFault, TimeoutError):
             self.heed()
 
 

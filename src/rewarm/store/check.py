@@ -6,16 +6,11 @@ Touches only files that have the names of records. It runs under the facade's lo
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from rewarm.errors import DamagedRecord, NewerFormat
-from rewarm.format.record import Header
-from rewarm.state.chain import Key
-from rewarm.store.files import Files, RecordName
-from rewarm.store.index import Index, NewRow
-from rewarm.store.recovery import Recovery, enter
-from rewarm.store.removal import Remover
+from rewarm.store.files import Files
+from rewarm.store.index import Index
 
 log = logging.getLogger("rewarm.store")
 
@@ -66,41 +61,3 @@ def verify(index: Index, files: Files) -> Report:
         except OSError:
             report.n_unreadable += 1
     return report
-
-
-def rebuild(recovery: Recovery, remover: Remover, pins: Sequence[str]) -> int:
-    """Fill an empty index from the files; how many records were entered.
-
-    Recency, hits and counters begin anew. Files that are provably bad go to quarantine.
-    """
-    points: list[Header] = []
-    bad: list[tuple[RecordName, str]] = []
-    n = 0
-    with recovery.index.transaction():
-        recovery.index.set_built()
-        for name in recovery.files.records():
-            try:
-                header = recovery.files.read_header(name)
-            except NewerFormat:
-                nowhere = Key(bytes(32))
-                nbytes = recovery.files.nbytes(name)
-                recovery.index.insert(NewRow(name, nowhere, b"", bytes(32), 0, None, nbytes), 0)
-                continue
-            except DamagedRecord as error:
-                bad.append((name, str(error)))
-                continue
-            except OSError:
-                continue
-            enter(recovery.index, name, header, recovery.files.nbytes(name))
-            n += 1
-            if name.is_point and header.entry:
-                points.append(header)
-        for header in sorted(points, key=lambda each: each.n):
-            recovery.restore_entry(header)
-        for pin in pins:
-            recovery.entries.pin(bytes.fromhex(pin), pinned=True)
-        for file_name, nbytes in recovery.files.quarantined():
-            recovery.index.add_quarantined(file_name, nbytes)
-    for name, why in bad:
-        remover.quarantine(name, why)
-    return n

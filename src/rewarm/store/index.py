@@ -1,35 +1,25 @@
 """The index: SQLite in WAL mode, a rebuildable hint of which records there are, and counters.
 
 Every SQL statement of the store is here or in `entries.py`. It knows rows, not files: whether a record
-is good is seen when it is read. One connection, used under a lock; `sqlite3.Error` leaves as
-`IndexFault`, with `broken` set where only a rebuild helps.
+is good is seen when it is read.
 """
 
 from __future__ import annotations
 
 import contextlib
-import sqlite3
-import threading
-import time
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-from rewarm.errors import IndexFault
 from rewarm.state.chain import Key
 from rewarm.state.plan import Child
+from rewarm.store.connection import LOG_NBYTES, Connection
 from rewarm.store.files import RecordName
-from rewarm.store.schema import PAGE_NBYTES, SCHEMA, VERSION
 
 _BATCH = 500
-LOG_PAGES = 64
-LOG_NBYTES = 2 * LOG_PAGES * PAGE_NBYTES
-"""What the log takes at the most, as long as no reader holds it up."""
 
 REMEMBERED = 10_000
 """Keys of evicted records, and keys seen once, that are kept."""
-_BUSY = {"SQLITE_BUSY", "SQLITE_LOCKED", "SQLITE_INTERRUPT", "SQLITE_FULL", "SQLITE_READONLY", "SQLITE_IOERR"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,114 +68,8 @@ class Totals:
         return self.record_files + self.reserved_files + self.quarantine_files
 
 
-class Index:
-    """One connection to `index.db`.
-
-    Args:
-        path: of the database; made when it is not there.
-        busy_timeout_s: how long to wait for another process' transaction.
-
-    Raises:
-        IndexFault: it cannot be opened; `broken` when it is no index of this version.
-    """
-
-    def __init__(self, path: Path, busy_timeout_s: float) -> None:
-        self.path = path
-        self._lock = threading.RLock()
-        self._deadline = float("inf")
-        with _faults():
-            self._db = sqlite3.connect(path, timeout=busy_timeout_s, isolation_level=None, check_same_thread=False)
-        try:
-            self._open()
-        except IndexFault:
-            self.close()
-            raise
-
-    def _open(self) -> None:
-        with _faults():
-            for pragma in (f"page_size = {PAGE_NBYTES}", "journal_mode = WAL", "synchronous = NORMAL"):
-                self._db.execute(f"PRAGMA {pragma}")
-            for pragma in (
-                "secure_delete = ON",
-                f"wal_autocheckpoint = {LOG_PAGES}",
-                f"journal_size_limit = {LOG_NBYTES}",
-            ):
-                self._db.execute(f"PRAGMA {pragma}")
-            self._db.set_progress_handler(self._late, 10_000)
-            version = self._db.execute("PRAGMA user_version").fetchone()[0]
-            if version == 0:
-                self._create()
-                version = self._db.execute("PRAGMA user_version").fetchone()[0]
-        if version != VERSION:
-            raise IndexFault(f"the index has version {version}, not {VERSION}", broken=True)
-
-    def _create(self) -> None:
-        with contextlib.suppress(sqlite3.OperationalError):  # another process was first
-            self._db.executescript(f"BEGIN IMMEDIATE;{SCHEMA}PRAGMA user_version = {VERSION};COMMIT;")
-        if self._db.in_transaction:
-            self._db.execute("ROLLBACK")
-
-    def _late(self) -> int:
-        return int(time.monotonic() > self._deadline)
-
-    def close(self) -> None:
-        """Close the connection; an unfinished transaction is rolled back."""
-        with self._lock, _faults():
-            self._db.close()
-
-    @contextlib.contextmanager
-    def deadline(self, seconds: float) -> Iterator[None]:
-        """Give up statements that take longer than `seconds`, waiting for the connection included.
-
-        Raises:
-            TimeoutError: the time is over.
-        """
-        end = time.monotonic() + seconds
-        if not self._lock.acquire(timeout=max(0.0, seconds)):
-            raise TimeoutError("the index is busy")
-        try:
-            self._deadline = end
-            yield
-        except IndexFault:
-            if time.monotonic() > end:
-                raise TimeoutError("the index took too long") from None
-            raise
-        finally:
-            self._deadline = float("inf")
-            self._lock.release()
-
-    @contextlib.contextmanager
-    def transaction(self) -> Iterator[None]:
-        """An IMMEDIATE transaction: other writers wait, readers go on; rolled back by any exception."""
-        with self._lock:
-            self.execute("BEGIN IMMEDIATE")
-            try:
-                yield
-                self.execute("COMMIT")
-            except BaseException:
-                with contextlib.suppress(IndexFault):
-                    if self._db.in_transaction:
-                        self.execute("ROLLBACK")
-                raise
-
-    def execute(self, sql: str, values: Sequence[Any] = ()) -> sqlite3.Cursor:
-        """Run one statement."""
-        with self._lock, _faults():
-            return self._db.execute(sql, values)
-
-    def rows(self, sql: str, values: Sequence[Any] = ()) -> list[Any]:
-        """All rows of one query."""
-        with self._lock, _faults():
-            return self._db.execute(sql, values).fetchall()
-
-    def one(self, sql: str, values: Sequence[Any] = ()) -> Any:
-        """The first row of one query, or None."""
-        with self._lock, _faults():
-            return self._db.execute(sql, values).fetchone()
-
-    def erase_log(self) -> None:
-        """Move the log into the database and truncate it, so that deleted rows are in neither."""
-        self.execute("PRAGMA wal_checkpoint(TRUNCATE)")
+class Index(Connection):
+    """The index' rows, over one connection."""
 
     # Looking up: what the planner asks.
 
@@ -256,9 +140,7 @@ class Index:
             sql = f"{self._ROW} condemned = 0 AND fingerprint = ? ORDER BY n DESC"
             yield from map(_row, self.rows(sql, (namespace,)))
             return
-        with self._lock, _faults():
-            for found in self._db.execute(f"{self._ROW} condemned = 0 ORDER BY used, n DESC"):
-                yield _row(found)
+        yield from map(_row, self.each(f"{self._ROW} condemned = 0 ORDER BY used, n DESC"))
 
     def insert(self, new: NewRow, used: int) -> None:
         """Enter a record, or make its row say what the file says now."""
@@ -521,17 +403,3 @@ def _child(row: Any) -> Child | None:
 def _row(row: Any) -> Row:
     name = RecordName(row[0], Key(row[1]), bool(row[2]))
     return Row(name, Key(row[3]), int(row[4]), int(row[5]), int(row[6]))
-
-
-@contextlib.contextmanager
-def _faults() -> Iterator[None]:
-    """Turn SQLite's errors into ours, which say whether a rebuild is needed."""
-    try:
-        yield
-    except sqlite3.Error as error:
-        code = getattr(error, "sqlite_errorname", "") or ""
-        passing = any(code.startswith(name) for name in _BUSY)
-        broken = code.startswith(("SQLITE_CORRUPT", "SQLITE_NOTADB")) or (
-            isinstance(error, sqlite3.DatabaseError) and not passing and code in ("SQLITE_ERROR", "SQLITE_SCHEMA")
-        )
-        raise IndexFault(f"the index cannot be used now: {error}", broken=broken) from None
