@@ -228,6 +228,7 @@ _OWN_WAY: dict[str, Callable[[Params, Flag], None]] = {
     "--model": _model_path,
     "--n-gpu-layers": _gpu_layers,
     "--no-mmap": lambda made, _flag: setattr(made, "load_mode", _load_mode("none")),
+    "--poll": lambda made, flag: setattr(made.cpuparams, "poll", int(_one(flag))),
     "--pooling": _attribute("pooling_type", _pooling),
     "--reasoning-format": _attribute("reasoning_format", lambda text: _reasoning(text.replace("-", "_"))),
     "--rerank": _rank,
