@@ -124,6 +124,27 @@ def test_b057_killed_at_every_step(forker: Parent, tmp_path: Path, kind: str) ->
     killed_at_every_step(forker, tmp_path, Job(str(tmp_path / "whole"), kind, seed=3, n_turns=8, max_files=16))
 
 
+@pytest.mark.parametrize("kind", LAYERS)
+def test_a_conversation_is_forgotten_by_the_next_open_when_the_process_dies_over_it(
+    forker: Parent, tmp_path: Path, kind: str
+) -> None:
+    n_dead = 0
+    for step in range(10):
+        job = Job(str(tmp_path / f"kv-{step}"), kind, seed=5, n_turns=1, kill_in="unlink", kill_at=step, forget=True)
+        outcome = forker.run(job)
+        n_dead += outcome.killed
+        (tokens,) = job.turns()
+        driver = Driver(Path(job.root), job.engine(), 4, lossy=True)
+        assert driver.namespace().find([*tokens, 1]).n_tokens == 0
+        assert driver.cache.entries() == []
+        assert on_disk(driver.root).n_files == 0
+        driver.assert_in_order()
+        driver.close()
+        if not outcome.killed:
+            break
+    assert n_dead >= 2
+
+
 def test_b062_leftovers_of_dead_processes_are_removed_and_those_of_living_ones_are_not(tmp_path: Path) -> None:
     driver = Driver(tmp_path / "kv")
     tmp = driver.root / "tmp"

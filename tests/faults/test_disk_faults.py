@@ -182,10 +182,11 @@ def test_b103_b105_a_root_that_was_removed_is_a_miss_and_nothing_is_made_elsewhe
     match = driver.namespace().find(range(10))
     assert driver.namespace().restore(match).n_tokens == 0
     report = driver.namespace().save(range(50, 59), driver.engine.state(range(50, 59)))
-    driver.cache.flush(20)
+    assert report.wait(20)
     assert report.reason is not None
     assert not (tmp_path / "drive").exists()
     shutil.move(tmp_path / "unplugged", tmp_path / "drive")
+    driver.flush()  # what could not be looked at is looked at again
     assert driver.restore(range(10)).n_tokens == 9
     driver.save(range(70, 79))
     driver.flush()
@@ -261,7 +262,7 @@ def test_a_fault_of_the_quarantine_is_no_exception(driver: Driver, disk: FaultyD
     disk.plant(Fault("rename", code=errno.EACCES))
     driver.lossy = True
     assert driver.restore(range(10)).n_tokens < 9
-    assert driver.cache.flush(5) in (True, False)
+    driver.cache.flush(0.5)
     disk.heal()
     # Tried again when the record is met again.
     for _ in range(3):

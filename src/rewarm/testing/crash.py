@@ -44,6 +44,8 @@ class Job:
         max_files: the root's limit; None for one that is not met.
         kill_after_s: SIGKILL so long after the fork.
         kill_at: SIGKILL before the file operation of this number.
+        kill_in: the operation that `kill_at` counts; None for any.
+        forget: the latest entry is forgotten at the end.
     """
 
     root: str
@@ -53,6 +55,8 @@ class Job:
     max_files: int | None = None
     kill_after_s: float | None = None
     kill_at: int | None = None
+    kill_in: str | None = None
+    forget: bool = False
 
     def engine(self) -> FakeEngine:
         """The engine whose states are saved."""
@@ -80,7 +84,7 @@ class Outcome:
     """What became of a child.
 
     Attributes:
-        confirmed: how many turns a flush had confirmed.
+        confirmed: how many turns a flush had confirmed, and the forgetting after them.
         n_operations: file operations of a child that lived to its end, else 0.
         killed: whether SIGKILL ended it.
         status: its exit status else.
@@ -98,7 +102,7 @@ def _work(job: Job, out: int) -> None:
     """The child: save every turn; a byte on `out` for each that flush has confirmed."""
     disk = FaultyDisk()
     if job.kill_at is not None:
-        disk.plant(Fault(None, "kill", after=job.kill_at))
+        disk.plant(Fault(job.kill_in, "kill", after=job.kill_at))
     driver = Driver(Path(job.root), job.engine(), BLOCK_TOKENS, job.limits(), disk, lossy=job.max_files is not None)
     for tokens in job.turns():
         report = driver.save(tokens)
@@ -106,6 +110,9 @@ def _work(job: Job, out: int) -> None:
             os._exit(3)
         os.write(out, b".")
         driver.restore([*tokens, 1])
+    if job.forget:
+        driver.cache.forget(driver.cache.entries()[0])
+        os.write(out, b".")
     driver.close()
     os.write(out, f" {sum(disk.counts.values())}".encode())
 
