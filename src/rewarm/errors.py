@@ -10,7 +10,8 @@ that cannot be opened, and inside the store, where the facade turns them into re
     │   ├── DamagedRecord      provably bad: goes to quarantine
     │   └── NewerFormat        written by a later version: left alone
     ├── IndexFault             the SQLite index is busy, full, read-only or broken
-    └── EngineError            an engine cannot be started or used
+    ├── EngineError            an engine cannot be started or used
+    └── GatewayError           the gateway cannot be opened
 """
 
 from __future__ import annotations
@@ -56,3 +57,9 @@ class EngineError(RewarmError):
     """An engine cannot be started or used."""
 
     exit_code = 4
+
+
+class GatewayError(RewarmError):
+    """The gateway cannot be opened: a setting makes no sense, or its address is taken."""
+
+    exit_code = 5

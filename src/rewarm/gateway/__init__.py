@@ -1,0 +1,1 @@
+"""The gateway: an OpenAI-compatible API, a chat page, and one worker process per loaded model."""

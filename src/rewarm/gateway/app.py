@@ -1,0 +1,83 @@
+"""The gateway put together: what it owns, and the web application that serves it. Knows no page."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from starlette.responses import JSONResponse
+
+import rewarm
+from rewarm.gateway.disk_cache import DiskCache
+from rewarm.gateway.guard import Guard
+from rewarm.gateway.models import Model, find_models
+from rewarm.gateway.notices import Notices
+from rewarm.gateway.problems import Problem
+from rewarm.gateway.routes_api import api_routes
+from rewarm.gateway.routes_openai import openai_routes
+from rewarm.gateway.settings import Settings
+from rewarm.gateway.workers import Workers
+
+
+class Gateway:
+    """Everything that one gateway process owns.
+
+    Args:
+        settings: how it starts.
+        models: what it offers; found by `settings` when None.
+    """
+
+    def __init__(self, settings: Settings, models: list[Model] | None = None) -> None:
+        self.settings = settings
+        self.notices = Notices()
+        self.workers = Workers(find_models(settings) if models is None else models, settings, self.notices.tell)
+        self.disk_cache = DiskCache(settings)
+        self._closers: list[Callable[[], Awaitable[None]]] = []
+
+    def before_close(self, closer: Callable[[], Awaitable[None]]) -> None:
+        """Have `closer` awaited at the end, while the workers still run."""
+        self._closers.append(closer)
+
+    async def close(self) -> None:
+        """End what was put above the workers, then every worker; give the cache folder back."""
+        for closer in self._closers:
+            await closer()
+        await self.workers.close()
+        self.disk_cache.close()
+
+
+def create_app(gateway: Gateway) -> FastAPI:
+    """The API. The gateway is closed when the application's lifespan ends."""
+
+    @asynccontextmanager
+    async def lifespan(_: FastAPI) -> AsyncIterator[None]:
+        try:
+            yield
+        finally:
+            await gateway.close()
+
+    app = FastAPI(
+        title="rewarm",
+        version=rewarm.__version__,
+        description="OpenAI's API over local models whose KV cache is kept on disk.",
+        lifespan=lifespan,
+        # The pages that show these would load their scripts from another host.
+        docs_url=None,
+        redoc_url=None,
+    )
+    app.add_middleware(Guard, max_body_bytes=gateway.settings.max_body_bytes)
+    app.include_router(openai_routes(gateway.workers, gateway.settings.max_body_bytes))
+    app.include_router(api_routes(gateway.workers, gateway.disk_cache))
+
+    @app.exception_handler(Problem)
+    async def tell_problem(_: Request, problem: Problem) -> JSONResponse:
+        return problem.response()
+
+    @app.exception_handler(RequestValidationError)
+    async def tell_invalid(_: Request, error: RequestValidationError) -> JSONResponse:
+        wrong = "; ".join(f"{'.'.join(map(str, one['loc']))}: {one['msg']}" for one in error.errors())
+        return Problem(400, f"The request makes no sense: {wrong}").response()
+
+    return app

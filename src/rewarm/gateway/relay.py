@@ -1,0 +1,201 @@
+"""One request to a worker and its answer: what the API passes on and the chat page reads.
+
+Knows the worker's face and OpenAI's shapes. Texts pass through; none is logged.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import time
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping
+from typing import Any
+
+import httpx
+
+from rewarm.errors import EngineError
+from rewarm.gateway.problems import Problem, not_started, worker_lost
+from rewarm.gateway.sse import DONE, Event, read_events, write_event
+from rewarm.gateway.worker import Worker
+
+log = logging.getLogger(__name__)
+
+_LOADS = ("adapters", "draft_model")
+"""Fields by which a request would have mlx-lm load files that it names."""
+
+_LOADED = "default_model"
+"""What mlx-lm calls the model of its command line."""
+
+_JSON = {"Content-Type": "application/json"}
+
+
+class Answer:
+    """A worker's answer, its status line read and its body still to come.
+
+    Attributes:
+        ttft_s: seconds from sending the request to the first token; None until it came.
+        report: the worker's object `rewarm`; None until it came.
+    """
+
+    def __init__(self, worker: Worker, response: httpx.Response, sent_at: float, *, is_usage_asked: bool) -> None:
+        self.ttft_s: float | None = None
+        self.report: dict[str, Any] | None = None
+        self._worker = worker
+        self._response = response
+        self._sent_at = sent_at
+        self._is_usage_asked = is_usage_asked
+
+    async def whole(self) -> dict[str, Any]:
+        """The body of an answer that is not streamed, under the model's public name.
+
+        Raises:
+            Problem: the worker ended, or said no.
+        """
+        name = self._worker.model.name
+        try:
+            raw = await self._response.aread()
+            body = json.loads(raw)
+        except (httpx.HTTPError, ValueError) as error:
+            raise await self._lost(error) from error
+        finally:
+            await self._response.aclose()
+        if not isinstance(body, dict):
+            raise worker_lost(f"The worker of {name} sent an answer that is no object.")
+        self.ttft_s = time.monotonic() - self._sent_at
+        return self._public(body)
+
+    async def events(self) -> AsyncGenerator[Event, None]:
+        """The events of a streamed answer, under the model's public name, up to `[DONE]`.
+
+        A worker that ends in the middle gives one last event with an `error` object, as OpenAI's clients
+        expect it. Closing the iterator closes the connection, by which the worker sees that nobody listens.
+        """
+        try:
+            async for event in read_events(self._response.aiter_bytes()):
+                if event.data is None:
+                    yield event
+                    if event.is_done:
+                        return
+                    continue
+                self._note_first_token(event.data)
+                data = self._public(event.data)
+                if self._is_usage_asked or data.get("choices") or "usage" not in data:
+                    yield Event(write_event(data), data)
+            problem = await self._lost(None)
+        except httpx.HTTPError as error:
+            problem = await self._lost(error)
+        finally:
+            await self._response.aclose()
+        log.warning("%s", problem.message)
+        yield Event(write_event(problem.body()), problem.body())
+
+    async def stream(self) -> AsyncIterator[bytes]:
+        """The bytes of `events`; ends without `[DONE]` when the worker did."""
+        async for event in self.events():
+            yield DONE if event.is_done else event.raw
+        self.note()
+
+    def note(self) -> None:
+        """Log what the cache did."""
+        said, name = self.report, self._worker.model.name
+        if said is None:
+            return
+        log.info(
+            "%s: %s of %s prompt tokens restored (%s from disk, %s from memory; %s), first token after %.2f s",
+            name,
+            *(said.get(key) for key in ("cached_tokens", "prompt_tokens", "disk_tokens", "memory_tokens", "reason")),
+            self.ttft_s or 0.0,
+        )
+
+    async def aclose(self) -> None:
+        """Close the connection to the worker."""
+        await self._response.aclose()
+
+    def _note_first_token(self, data: Mapping[str, Any]) -> None:
+        if self.ttft_s is None and data.get("choices"):
+            self.ttft_s = time.monotonic() - self._sent_at
+
+    def _public(self, body: dict[str, Any]) -> dict[str, Any]:
+        if "model" in body:
+            body["model"] = self._worker.model.name
+        if isinstance(body.get("rewarm"), dict):
+            self.report = body["rewarm"]
+        return body
+
+    async def _lost(self, error: Exception | None) -> Problem:
+        return await lost(self._worker, error)
+
+
+async def ask(worker: Worker, path: str, payload: Mapping[str, Any]) -> Answer:
+    """Send a completion request to a model's worker, which is started if it does not run.
+
+    Args:
+        worker: of the model that is asked.
+        path: `/v1/chat/completions` or `/v1/completions`.
+        payload: the request's body, as the client sent it.
+
+    Raises:
+        Problem: the request names files to load (400), the worker did not start (503), ended (502), or said no.
+    """
+    for name in _LOADS:
+        if payload.get(name) is not None:
+            raise Problem(400, f"{name!r} cannot be chosen by a request: it belongs to the model.", param=name)
+    options = payload.get("stream_options")
+    is_usage_asked = isinstance(options, dict) and options.get("include_usage") is True
+    body = {name: value for name, value in payload.items() if name not in _LOADS}
+    # Not the path: mlx-lm takes that for another model when its own was loaded with an adapter.
+    body["model"] = _LOADED
+    if payload.get("stream") is True:
+        # Asked for in any case: the report of what the cache did comes with it.
+        body["stream_options"] = {**(options if isinstance(options, dict) else {}), "include_usage": True}
+    else:
+        body.pop("stream_options", None)
+    # A worker that ended between two requests is started again; one that ends under a request is not.
+    for is_last in (False, True):
+        client = await _client(worker)
+        sent_at = time.monotonic()
+        try:
+            request = client.build_request("POST", path, content=json.dumps(body).encode(), headers=_JSON)
+            response = await client.send(request, stream=True)
+        except (httpx.HTTPError, RuntimeError) as error:
+            ended = await worker.wait_if_ending()
+            if not is_last and ended is not None and not isinstance(error, httpx.ReadError | httpx.RemoteProtocolError):
+                continue
+            raise await lost(worker, error) from error
+        if response.status_code != 200:
+            raise await _refusal(worker, response)
+        return Answer(worker, response, sent_at, is_usage_asked=is_usage_asked)
+    raise AssertionError("unreachable")
+
+
+async def lost(worker: Worker, error: Exception | None) -> Problem:
+    """502: the worker ended in an answer, or broke it off."""
+    ended = await worker.wait_if_ending()
+    if ended is not None:
+        return worker_lost(f"The model's worker ended in the answer: {ended} The next request starts it again.")
+    told = f" ({type(error).__name__})" if error else ""
+    return worker_lost(f"The worker of {worker.model.name} broke off the answer{told}. It still runs; ask again.")
+
+
+async def _client(worker: Worker) -> httpx.AsyncClient:
+    try:
+        return await worker.client()
+    except EngineError as error:
+        raise not_started(str(error)) from error
+
+
+async def _refusal(worker: Worker, response: httpx.Response) -> Problem:
+    """What the worker said instead of an answer, in OpenAI's shape."""
+    try:
+        said = json.loads(await response.aread())
+    except (httpx.HTTPError, ValueError) as error:
+        return await lost(worker, error)
+    finally:
+        await response.aclose()
+    refusal = said.get("error") if isinstance(said, dict) else None
+    told = refusal if isinstance(refusal, dict) else {"message": refusal or f"status {response.status_code}"}
+    status = response.status_code
+    if status in (401, 403) or status < 400:
+        return worker_lost(f"The worker of {worker.model.name} did not take the gateway's request (status {status}).")
+    message, code, param = (told.get(key) for key in ("message", "code", "param"))
+    return Problem(status, str(message), str(code) if code else None, str(param) if param else None)

@@ -1,0 +1,89 @@
+"""`rewarm serve`: opens the gateway's address, says where things are, and stays until it is told to end."""
+
+from __future__ import annotations
+
+import logging
+import signal
+import socket
+import sys
+from types import FrameType
+
+import uvicorn
+
+from rewarm.errors import GatewayError
+from rewarm.gateway.app import Gateway, create_app
+from rewarm.gateway.page.mount import mount_pages
+from rewarm.gateway.page_models import PageModels
+from rewarm.gateway.settings import Settings
+
+_GRACE_S = 2
+"""How long streams may go on after the signal to end."""
+
+
+def run(settings: Settings) -> None:
+    """Serve until SIGINT or SIGTERM; then end every worker and return.
+
+    Raises:
+        GatewayError: the address cannot be listened at.
+    """
+    logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s", stream=sys.stderr)
+    logging.getLogger("rewarm").setLevel(logging.INFO)
+    with _listen(settings) as listener:
+        gateway = Gateway(settings)
+        app = create_app(gateway)
+        gateway.before_close(mount_pages(app, PageModels(gateway), settings.data_dir / "chats").close)
+        server = uvicorn.Server(
+            uvicorn.Config(
+                app,
+                log_config=None,
+                access_log=False,
+                server_header=False,
+                proxy_headers=False,
+                ws_max_size=2**20,
+                timeout_graceful_shutdown=_GRACE_S,
+            )
+        )
+        # uvicorn raises the signal again once it has ended, for whoever was there before it: nobody.
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, _ignore)
+        _announce(gateway, listener)
+        try:
+            server.run(sockets=[listener])
+        finally:
+            gateway.workers.kill()
+
+
+def _listen(settings: Settings) -> socket.socket:
+    host, port = settings.host.strip("[]"), settings.port
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        listener = socket.socket(family, kind, protocol)
+        if sys.platform != "win32":
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(address)
+        # So that nobody gets "connection refused" who reads the address and is quick.
+        listener.listen(128)
+    except OSError as error:
+        raise GatewayError(
+            f"Port {port} at {host} cannot be opened: {error.strerror or error}. "
+            "If another `rewarm serve` runs, use that one, or choose another port with --port."
+        ) from None
+    return listener
+
+
+def _announce(gateway: Gateway, listener: socket.socket) -> None:
+    host, port = listener.getsockname()[:2]
+    shown = f"[{host}]" if ":" in host else host
+    lines = (
+        f"rewarm: http://{shown}:{port}",
+        f"  API     http://{shown}:{port}/v1",
+        f"  models  {', '.join(gateway.workers.names) or 'none: give one with --model PATH'}",
+        f"  cache   {gateway.disk_cache.told()}",
+        "Ctrl-C ends it.",
+    )
+    sys.stdout.write("\n".join(lines) + "\n")
+    sys.stdout.flush()
+
+
+def _ignore(_number: int, _frame: FrameType | None) -> None:
+    """The signal has been obeyed."""

@@ -1,0 +1,363 @@
+"""One model's worker process: started at first use, watched, ended so that no orphan stays.
+
+Knows the worker's face (its flags, `/health`, the secret, SIGTERM) and nothing of engines or of what is
+asked. Lives in the gateway's event loop and belongs to it; only `prepare` runs on a thread of its own.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import enum
+import os
+import secrets
+import socket
+import subprocess
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from rewarm.errors import EngineError
+from rewarm.gateway.models import Model
+
+SECRET_VARIABLE = "REWARM_WORKER_SECRET"  # noqa: S105
+HOST = "127.0.0.1"
+
+_LOG_LINES = 200
+_LOG_LINE_CHARS = 500
+_TOLD_LINES = 12
+_POLL_S = 0.1
+
+
+class State(enum.StrEnum):
+    """Where a worker is in its life."""
+
+    STOPPED = "stopped"
+    PREPARING = "preparing"
+    LOADING = "loading"
+    READY = "ready"
+    STOPPING = "stopping"
+    FAILED = "failed"
+
+
+@dataclass(frozen=True, slots=True)
+class Launch:
+    """How workers are started and ended.
+
+    Attributes:
+        command: the program; `--model`, `--host`, `--port` and the cache folder are added.
+        cache_dir: the cache folder.
+        start_timeout_s: from the start of the process to the first healthy answer.
+        stop_timeout_s: from SIGTERM to SIGKILL.
+    """
+
+    command: Sequence[str]
+    cache_dir: Path
+    start_timeout_s: float
+    stop_timeout_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Status:
+    """What a worker is doing, for people and programs.
+
+    Attributes:
+        state: where it is in its life.
+        message: what it is doing, or why it failed; "" when there is nothing to say.
+        progress: the part done, 0 to 1, where that is known.
+    """
+
+    state: State
+    message: str = ""
+    progress: float | None = None
+
+
+@dataclass(slots=True)
+class _Process:
+    """A process that runs, and the tasks that look after it."""
+
+    process: asyncio.subprocess.Process
+    client: httpx.AsyncClient
+    tasks: list[asyncio.Task[Any]]
+
+
+class Worker:
+    """The worker of one model.
+
+    Args:
+        model: what it loads.
+        launch: how.
+        on_change: called on the event loop whenever `status` changed.
+    """
+
+    def __init__(self, model: Model, launch: Launch, on_change: Callable[[], None]) -> None:
+        self.model = model
+        self.path: Path | None = None
+        self._launch = launch
+        self._on_change = on_change
+        self._status = Status(State.STOPPED)
+        self._log: deque[str] = deque(maxlen=_LOG_LINES)
+        self._running: _Process | None = None
+        self._starting: asyncio.Task[httpx.AsyncClient] | None = None
+        self._stopping: asyncio.Task[None] | None = None
+
+    @property
+    def status(self) -> Status:
+        """What it is doing now."""
+        return self._status
+
+    @property
+    def log_tail(self) -> list[str]:
+        """The last lines that the process printed; of the last process when none runs."""
+        return list(self._log)
+
+    @property
+    def pid(self) -> int | None:
+        """The process, while there is one."""
+        return self._running.process.pid if self._running else None
+
+    async def client(self) -> httpx.AsyncClient:
+        """An HTTP client for the running worker, which is started if it does not run.
+
+        Whoever waits here may be cancelled; the start goes on for the others.
+
+        Raises:
+            EngineError: it could not be started; says why, with its last words.
+        """
+        while self._stopping is not None:
+            await asyncio.shield(self._stopping)
+        if self._starting is None and self._running is not None and self._status.state is State.READY:
+            return self._running.client
+        if self._starting is None:
+            self._starting = asyncio.create_task(self._start())
+            self._starting.add_done_callback(self._started)
+        try:
+            return await asyncio.shield(self._starting)
+        except asyncio.CancelledError:
+            if self._starting is not None and not self._starting.cancelled():
+                raise  # it is the one who waits that was cancelled
+            task = asyncio.current_task()
+            if task is not None and task.cancelling():
+                raise
+            raise EngineError(f"The model {self.model.name} was stopped while it was being loaded.") from None
+
+    async def stop(self) -> None:
+        """End the process, if there is one, and wait until it is gone; what it holds is written first."""
+        if self._stopping is None:
+            if self._running is None and self._starting is None:
+                self._set(State.STOPPED)
+                return
+            self._stopping = asyncio.create_task(self._stop())
+            self._stopping.add_done_callback(self._stopped)
+        await asyncio.shield(self._stopping)
+
+    def kill(self) -> None:
+        """End the process at once; for the gateway's last moment, when no event loop runs any more."""
+        if self._running is not None and self._running.process.returncode is None:
+            with contextlib.suppress(ProcessLookupError):
+                self._running.process.kill()
+
+    async def wait_if_ending(self, timeout_s: float = 1.0) -> str | None:
+        """A connection breaks a moment before its process is gone: wait that moment.
+
+        Returns:
+            How the process ended; None if it did not.
+        """
+        if self._running is None:
+            return self._status.message or "it was stopped"
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(timeout_s):
+                await asyncio.shield(self._running.tasks[-1])
+        return None if self._running is not None else self._status.message or "it was stopped"
+
+    # Starting.
+
+    async def _start(self) -> httpx.AsyncClient:
+        try:
+            await self._give_up()
+            self._set(State.PREPARING, "preparing the model", None)
+            self.path = await self._prepared()
+            self._set(State.LOADING, "loading the model")
+            self._log.clear()
+            self._running = running = await self._spawn(self.path)
+            await self._until_healthy(running)
+        except (EngineError, OSError) as error:
+            await self._give_up()
+            self._set(State.FAILED, str(error))
+            raise EngineError(str(error)) from error
+        except asyncio.CancelledError:
+            await asyncio.shield(self._give_up())
+            raise
+        self._set(State.READY)
+        return running.client
+
+    async def _prepared(self) -> Path:
+        """The model's folder. On a daemon thread: the gateway's end does not wait for a conversion."""
+        loop = asyncio.get_running_loop()
+        found: asyncio.Future[Path] = loop.create_future()
+
+        def settle(path: Path | None, error: Exception | None) -> None:
+            if found.done():
+                return
+            if path is not None:
+                found.set_result(path)
+            elif error is not None:
+                found.set_exception(error)
+
+        def tell(call: Callable[..., None], *args: Any) -> None:
+            with contextlib.suppress(RuntimeError):  # the loop has ended meanwhile
+                loop.call_soon_threadsafe(call, *args)
+
+        def progress(part: float, what: str) -> None:
+            tell(self._set, State.PREPARING, what, part)
+
+        def run() -> None:
+            try:
+                tell(settle, self.model.prepare(progress), None)
+            except (EngineError, OSError) as error:
+                tell(settle, None, error)
+            except Exception as error:  # noqa: BLE001 - told to whoever waits, in its own words
+                tell(settle, None, EngineError(f"{type(error).__name__}: {error}"))
+
+        threading.Thread(target=run, name="rewarm-prepare", daemon=True).start()
+        return await found
+
+    async def _spawn(self, path: Path) -> _Process:
+        secret, port = secrets.token_urlsafe(32), _free_port()
+        command = [*self._launch.command, "--model", str(path), "--host", HOST, "--port", str(port)]
+        process = await asyncio.create_subprocess_exec(
+            *command,
+            "--rewarm-dir",
+            str(self._launch.cache_dir),
+            # Held open and never written: its end tells the worker that this gateway is gone, however it went.
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            env={**os.environ, SECRET_VARIABLE: secret},
+            # A Ctrl-C in the terminal is for the gateway, which then ends its workers in order.
+            start_new_session=True,
+        )
+        client = httpx.AsyncClient(
+            base_url=f"http://{HOST}:{port}",
+            headers={"Authorization": f"Bearer {secret}"},
+            # A prefill takes as long as it takes.
+            timeout=httpx.Timeout(None, connect=10.0),
+            limits=httpx.Limits(max_connections=None, max_keepalive_connections=0),
+            # The secret is for this worker and for no proxy.
+            trust_env=False,
+        )
+        running = _Process(process, client, [])
+        running.tasks.append(asyncio.create_task(self._read_log(process, secret)))
+        running.tasks.append(asyncio.create_task(self._watch(running)))
+        return running
+
+    async def _until_healthy(self, running: _Process) -> None:
+        deadline = time.monotonic() + self._launch.start_timeout_s
+        while time.monotonic() < deadline:
+            if running.process.returncode is not None:
+                await running.tasks[0]
+                raise EngineError(self._told(f"ended before it could answer ({_ending(running.process)})"))
+            with contextlib.suppress(httpx.HTTPError):
+                if (await running.client.get("/health", timeout=5.0)).status_code == 200:
+                    return
+            await asyncio.sleep(_POLL_S)
+        raise EngineError(self._told(f"could not answer within {self._launch.start_timeout_s:.0f} s"))
+
+    def _started(self, task: asyncio.Task[httpx.AsyncClient]) -> None:
+        self._starting = None
+        if not task.cancelled():
+            task.exception()  # seen by those who waited, or by nobody: `status` has it
+
+    # Running.
+
+    async def _read_log(self, process: asyncio.subprocess.Process, secret: str) -> None:
+        """Keep the last lines. Read in pieces, since a line may be longer than any buffer."""
+        rest = b""
+        while piece := await process.stdout.read(2**14) if process.stdout else b"":
+            *lines, rest = (rest + piece).split(b"\n")
+            rest = rest[-_LOG_LINE_CHARS * 4 :]
+            for line in lines:
+                self._keep(line, secret)
+        self._keep(rest, secret)
+
+    def _keep(self, line: bytes, secret: str) -> None:
+        text = line.decode(errors="replace").rstrip()
+        if text:
+            self._log.append(text.replace(secret, "(secret)")[:_LOG_LINE_CHARS])
+
+    async def _watch(self, running: _Process) -> None:
+        """Note a process that ends by itself; the next request starts another."""
+        await running.process.wait()
+        if self._running is running and self._status.state is State.READY:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(1.0):
+                    await asyncio.shield(running.tasks[0])
+            self._running = None
+            await running.client.aclose()
+            self._set(State.FAILED, self._told(f"ended unexpectedly ({_ending(running.process)})"))
+
+    # Ending.
+
+    async def _stop(self) -> None:
+        if self._starting is not None:
+            self._starting.cancel()
+            await asyncio.wait([self._starting])
+        self._set(State.STOPPING, "writing what it holds, then ending")
+        await self._give_up()
+        self._set(State.STOPPED)
+
+    def _stopped(self, task: asyncio.Task[None]) -> None:
+        self._stopping = None
+        if not task.cancelled():
+            task.exception()
+
+    async def _give_up(self) -> None:
+        """End the process, if any: SIGTERM, so that it writes what it holds, and SIGKILL when it does not go."""
+        running, self._running = self._running, None
+        if running is None:
+            return
+        process = running.process
+        with contextlib.suppress(ProcessLookupError):
+            process.terminate()
+        try:
+            async with asyncio.timeout(self._launch.stop_timeout_s):
+                await process.wait()
+        except TimeoutError:
+            with contextlib.suppress(ProcessLookupError):
+                process.kill()
+            await process.wait()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(1.0):
+                await asyncio.gather(*running.tasks, return_exceptions=True)
+        for task in running.tasks:
+            task.cancel()
+        if process.stdin is not None:
+            process.stdin.close()
+        await running.client.aclose()
+
+    def _set(self, state: State, message: str = "", progress: float | None = None) -> None:
+        self._status = Status(state, message, progress)
+        self._on_change()
+
+    def _told(self, what: str) -> str:
+        lines = self.log_tail[-_TOLD_LINES:]
+        words = "\n  ".join(["Its last words:", *lines]) if lines else "It printed nothing."
+        return f"The worker of {self.model.name} {what}. {words}"
+
+
+def _ending(process: asyncio.subprocess.Process) -> str:
+    code = process.returncode or 0
+    return f"signal {-code}" if code < 0 else f"exit status {code}"
+
+
+def _free_port() -> int:
+    """A port that was free a moment ago; a worker that finds it taken ends with a message of its own."""
+    with socket.socket() as probe:
+        probe.bind((HOST, 0))
+        return int(probe.getsockname()[1])
