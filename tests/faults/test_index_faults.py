@@ -1,0 +1,165 @@
+"""Faults of the index, whose I/O is SQLite's own: the caller goes on, and so does the cache when the fault is over."""
+
+from __future__ import annotations
+
+import os
+import random
+import sqlite3
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from rewarm.state.reason import Dropped, Reason
+from rewarm.store import rebuild as rebuilding
+from rewarm.store import root as opening
+from rewarm.testing.driver import Driver, on_disk
+
+
+@pytest.fixture
+def driver(tmp_path: Path) -> Iterator[Driver]:
+    driver = Driver(tmp_path / "kv", lossy=True)
+    driver.save(range(11))
+    driver.flush()
+    yield driver
+    driver.cache.close()
+
+
+def eventually(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 20
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def again(driver: Driver, first: int) -> int:
+    """Save a conversation and restore it; how much of it came back."""
+    tokens = range(first, first + 9)
+    driver.save(tokens)
+    driver.cache.flush(5)
+    return driver.restore([*tokens, 1]).n_tokens
+
+
+def test_a_second_process_that_holds_the_index_delays_no_find(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
+    driver.cache.store._root.index.execute("PRAGMA busy_timeout = 100")
+    other = sqlite3.connect(driver.root / "index.db", isolation_level=None)
+    other.execute("BEGIN IMMEDIATE")
+    try:
+        assert driver.restore(range(12)).n_tokens == 11
+        report = driver.save(range(100, 109))
+        assert report.wait(10)
+        assert report.reason is Dropped.UNAVAILABLE
+    finally:
+        other.execute("ROLLBACK")
+        other.close()
+    assert again(driver, 200) == 9
+
+
+def test_an_index_that_may_not_grow_drops_saves_and_serves_what_is_there(driver: Driver) -> None:
+    index = driver.cache.store._root.index
+    pages = index.one("PRAGMA page_count")[0]
+    index.execute(f"PRAGMA max_page_count = {pages}")
+    dropped = 0
+    for i in range(60):
+        report = driver.save(range(1000 * i, 1000 * i + 41))
+        driver.cache.flush(5)
+        dropped += report.reason is Dropped.UNAVAILABLE
+    assert dropped
+    assert driver.restore(range(12)).n_tokens == 11
+    index.execute("PRAGMA max_page_count = 1073741823")
+    assert again(driver, 500_000) == 9
+    driver.reopen()
+    assert driver.cache.verify().is_clean
+
+
+@pytest.mark.skipif(not hasattr(os, "geteuid") or os.geteuid() == 0, reason="the superuser may write everywhere")
+def test_an_index_that_is_read_only_serves_what_is_there(driver: Driver) -> None:
+    driver.close()
+    path = driver.root / "index.db"
+    path.chmod(0o400)
+    try:
+        with pytest.raises(Exception, match="index"):
+            driver.open()
+    finally:
+        path.chmod(0o600)
+    driver.open()
+    assert driver.restore(range(12)).n_tokens == 11
+
+
+def test_an_index_that_is_deleted_while_open_is_built_anew(driver: Driver) -> None:
+    for name in ("index.db", "index.db-wal", "index.db-shm"):
+        (driver.root / name).unlink(missing_ok=True)
+    assert again(driver, 300) == 9
+    assert driver.restore(range(12)).n_tokens == 11
+    assert driver.cache.verify().is_clean
+
+
+def test_an_index_that_breaks_while_open_is_built_anew(driver: Driver) -> None:
+    for i in range(40):
+        driver.save(range(10_000 * i, 10_000 * i + 30))
+    driver.flush()
+    index = driver.cache.store._root.index
+    index.execute("PRAGMA wal_checkpoint(TRUNCATE)")
+    path = driver.root / "index.db"
+    noise = random.Random(0).randbytes(path.stat().st_size - 8192)
+    with path.open("r+b") as file:
+        file.seek(8192)
+        file.write(noise)
+
+    def well() -> bool:
+        match = driver.namespace().find(range(12))
+        assert match.n_tokens in (0, 11)
+        return match.n_tokens == 11 and again(driver, 77_000_000) == 9
+
+    eventually(well)
+    assert driver.restore([*range(20_000, 20_030), 1]).n_tokens == 30
+    assert driver.cache.verify().is_clean
+
+
+def test_a_large_index_is_built_in_the_background(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Until it is there, find sees what has been read so far, and saving goes on."""
+    for i in range(30):
+        driver.save(range(10_000 * i, 10_000 * i + 30))
+    driver.flush()
+    driver.close()
+    for leftover in driver.root.glob("index.db*"):
+        leftover.unlink()
+    slowly = rebuilding._enter
+
+    def enter(*arguments: object) -> bool:
+        time.sleep(0.01)
+        return slowly(*arguments)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(rebuilding, "_enter", enter)
+    monkeypatch.setattr(rebuilding, "BATCH", 5)
+    monkeypatch.setattr(opening, "REBUILD_WAIT_S", 0.01)
+    driver.open()
+    assert driver.namespace().find([*range(290_000, 290_030), 1]).reason in (Reason.HIT, Reason.NOTHING_STORED)
+    assert again(driver, 5_000_000) == 9
+    eventually(lambda: driver.cache.store.rebuilt)
+    driver.flush()
+    assert len(driver.cache.entries()) == 31
+    for i in range(30):
+        assert driver.restore([*range(10_000 * i, 10_000 * i + 30), 1]).n_tokens == 30
+    assert driver.cache.verify().is_clean
+
+
+def test_a_build_that_was_cut_short_is_finished_by_the_next_open(
+    driver: Driver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for i in range(30):
+        driver.save(range(10_000 * i, 10_000 * i + 30))
+    driver.flush()
+    driver.close()
+    for leftover in driver.root.glob("index.db*"):
+        leftover.unlink()
+    monkeypatch.setattr(rebuilding, "BATCH", 5)
+    monkeypatch.setattr(opening, "REBUILD_WAIT_S", 0.0)
+    driver.open()
+    driver.cache.close()
+    driver.open()
+    eventually(lambda: len(driver.cache.entries()) == 30)
+    n_records = len(on_disk(driver.root).records)
+    assert driver.cache.verify().n_good == n_records
+    assert driver.cache.stats()["files_used"] == n_records
