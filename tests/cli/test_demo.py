@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import subprocess
 import sys
@@ -38,3 +39,22 @@ def test_a_conversation_survives_a_restart(bundled_model: Path, home: Path) -> N
     assert told["identical"] is True
     assert restored["text"] == uninterrupted["text"]
     assert told["speedup"] == reference["ttft_s"] / restored["ttft_s"]
+
+
+@pytest.mark.engine
+@pytest.mark.skipif(importlib.util.find_spec("xllamacpp") is None, reason="needs xllamacpp, which is not installed")
+def test_llama_cpp_tells_the_same_story() -> None:
+    line = [sys.executable, "-m", "rewarm", "demo", "--engine", "llama", "--json"]
+    done = subprocess.run(line, capture_output=True, text=True, timeout=550)
+    assert done.returncode == 0, done.stderr
+    told = json.loads(done.stdout)
+
+    cold, restored, uninterrupted, reference = (told[run] for run in ("cold", "restored", "uninterrupted", "reference"))
+    assert cold["cached_tokens"] == reference["cached_tokens"] == 0
+    assert cold["prompt_tokens"] <= restored["cached_tokens"] == uninterrupted["cached_tokens"]
+    n_evaluated = restored["prompt_tokens"] - restored["cached_tokens"]
+    assert n_evaluated * 8 <= reference["prompt_tokens"]
+    assert "Paris" in cold["text"]
+    assert "Rome" in restored["text"]
+    assert told["identical"] is True
+    assert restored["text"] == uninterrupted["text"]

@@ -26,7 +26,8 @@ import sys
 from rewarm.cli import demo
 from rewarm.cli.main import main
 fault, script = sys.argv.pop(1), sys.argv.pop(1)
-demo.ENGINES[demo.Engine.MLX] = lambda console: lambda folder: [sys.executable, script, fault, str(folder or "off")]
+start = lambda folder: [sys.executable, script, fault, str(folder or "off")]
+demo.ENGINES[demo.Engine.MLX] = (lambda console, model: start, demo.story.SYSTEM)
 main()
 """
 """`rewarm demo` with the stand-in as its engine."""

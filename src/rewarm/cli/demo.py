@@ -28,21 +28,28 @@ class Engine(enum.StrEnum):
     """Engines that the demo runs on."""
 
     MLX = "mlx"
+    LLAMA = "llama"
 
 
 def demo(
     engine: Annotated[Engine, typer.Option(help="The engine to show it with.")] = Engine.MLX,
+    model: Annotated[
+        Path | None,
+        typer.Option(metavar="PATH", help="A model of your own: a GGUF file for llama, a folder for mlx."),
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object, alone.")] = False,
 ) -> None:
     """Show what a restart costs, with the cache and without it.
 
     Tells a conversation's story four ways: cold, restored after a restart, uninterrupted, and with the
-    cache off. Uses the bundled model and temporary stores; nothing of yours is touched. Takes a minute or a few.
+    cache off. Uses the bundled model (or yours) and temporary stores; nothing of yours is touched. Takes a
+    minute or a few.
     """
     console = Console(stderr=True, highlight=False)
     _end_on_signals()
-    start = ENGINES[engine](console)
-    told = story.tell(start, lambda what: console.print(f"demo: {what}"))
+    make, system = ENGINES[engine]
+    start = make(console, model)
+    told = story.tell(start, lambda what: console.print(f"demo: {what}"), system)
     if as_json:
         typer.echo(json.dumps(as_object(told), indent=2, ensure_ascii=False))
     else:
@@ -63,7 +70,7 @@ def as_object(told: Story) -> dict[str, Any]:
     }
 
 
-def _mlx(console: Console) -> StartWorker:
+def _mlx(console: Console, own: Path | None) -> StartWorker:
     told = -1
 
     def progress(part: float, what: str) -> None:
@@ -73,16 +80,26 @@ def _mlx(console: Console) -> StartWorker:
             console.print(f"demo: making the bundled model, once: {part:4.0%} {what}")
         told = max(told, tenth)
 
-    model = extras.bundled_model(progress)
+    return _starting("mlx-lm", own or extras.bundled_model(progress))
 
+
+def _llama(_console: Console, own: Path | None) -> StartWorker:
+    return _starting("llama-server", own or extras.bundled_gguf(), "--ctx-size", "4096", "--parallel", "1")
+
+
+def _starting(command: str, model: Path, *flags: str) -> StartWorker:
     def start(folder: Path | None) -> Sequence[str]:
-        command = [sys.executable, "-m", "rewarm", "mlx-lm", "--model", str(model)]
-        return [*command, "--rewarm-off"] if folder is None else [*command, "--rewarm-dir", str(folder)]
+        words = [sys.executable, "-m", "rewarm", command, "--model", str(model), *flags]
+        return [*words, "--rewarm-off"] if folder is None else [*words, "--rewarm-dir", str(folder)]
 
     return start
 
 
-ENGINES: dict[Engine, Callable[[Console], StartWorker]] = {Engine.MLX: _mlx}
+ENGINES: dict[Engine, tuple[Callable[[Console, Path | None], StartWorker], str]] = {
+    Engine.MLX: (_mlx, story.SYSTEM),
+    Engine.LLAMA: (_llama, story.LONG_SYSTEM),
+}
+"""Of each engine how its workers are started, and the system prompt of its story."""
 
 
 def _show(told: Story) -> None:

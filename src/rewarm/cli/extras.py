@@ -55,6 +55,20 @@ def bundled_model(progress: Callable[[float, str], None]) -> Path:
     return bundled.ensure(progress)
 
 
+def bundled_gguf() -> Path:
+    """The GGUF file of the bundled model, as it is.
+
+    Raises:
+        EngineError: xllamacpp or the package with the weights is not installed.
+    """
+    with needs("llama"):
+        if importlib.util.find_spec("xllamacpp") is None:
+            raise ModuleNotFoundError(name="xllamacpp")
+    from rewarm.adapters.mlx.bundled import find_gguf
+
+    return find_gguf()
+
+
 def serve_gateway(given: Mapping[str, Any]) -> None:
     """Open the gateway and stay until it ends.
 

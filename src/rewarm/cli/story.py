@@ -34,6 +34,15 @@ Be friendly and calm. When a visitor asks about a country, name its capital, its
 mountain, whichever was asked for. When you do not know an answer, say so and send the visitor to the library \
 on the second floor, where the librarian is glad to help."""
 
+_THINGS = ("an old map", "a model of a bridge", "a stone from a mountain", "a jar of river sand", "a painted globe")
+_PLACES = ("Spain", "Norway", "Egypt", "Kenya", "India", "Japan", "Peru", "Canada", "Fiji", "Greenland")
+_CASES = " ".join(
+    f"Case {n} shows {_THINGS[n % len(_THINGS)]} from {_PLACES[n % len(_PLACES)]}, found {n} years ago."
+    for n in range(1, 61)
+)
+LONG_SYSTEM = f"{SYSTEM}\n\nThis is the list of the show cases. {_CASES}"
+"""Some 1,500 tokens, for engines that read the short one in a moment."""
+
 FIRST = "What is the capital of France?"
 SECOND = "And what is the capital of Italy?"
 
@@ -70,42 +79,40 @@ class Story:
         return self.restored.text == self.uninterrupted.text
 
 
-def tell(start: StartWorker, progress: Progress) -> Story:
+def tell(start: StartWorker, progress: Progress, system: str = SYSTEM) -> Story:
     """Run the story in temporary stores, which are gone afterwards, as is every worker.
+
+    Args:
+        start: how to start a worker.
+        progress: told what comes next.
+        system: the system prompt of the conversation.
 
     Raises:
         EngineError: a worker could not be started, or did not answer.
     """
+    first: list[Message] = [{"role": "system", "content": system}, {"role": "user", "content": FIRST}]
     with tempfile.TemporaryDirectory(prefix="rewarm-demo-", ignore_cleanup_errors=True) as name:
         work = Path(name)
         log = work / "worker.log"
 
         progress("cold: the first turn, in an empty store")
         with Worker(start(work / "restarted"), log) as worker:
-            cold = worker.chat(_first(), MAX_TOKENS)
+            cold = worker.chat(first, MAX_TOKENS)
 
         progress("restored: a new process goes on with the conversation")
         with Worker(start(work / "restarted"), log) as worker:
-            restored = worker.chat(_second(cold), MAX_TOKENS)
+            restored = worker.chat(_second(first, cold), MAX_TOKENS)
 
         progress("uninterrupted: both turns in one process, in another empty store")
         with Worker(start(work / "uninterrupted"), log) as worker:
-            uninterrupted = worker.chat(_second(worker.chat(_first(), MAX_TOKENS)), MAX_TOKENS)
+            uninterrupted = worker.chat(_second(first, worker.chat(first, MAX_TOKENS)), MAX_TOKENS)
 
         progress("reference: the second turn alone, with the cache off")
         with Worker(start(None), log) as worker:
-            reference = worker.chat(_second(cold), MAX_TOKENS)
+            reference = worker.chat(_second(first, cold), MAX_TOKENS)
 
     return Story(cold, restored, uninterrupted, reference)
 
 
-def _first() -> list[Message]:
-    return [{"role": "system", "content": SYSTEM}, {"role": "user", "content": FIRST}]
-
-
-def _second(reply: Reply) -> list[Message]:
-    return [
-        *_first(),
-        {"role": "assistant", "content": reply.text},
-        {"role": "user", "content": SECOND},
-    ]
+def _second(first: Sequence[Message], reply: Reply) -> list[Message]:
+    return [*first, {"role": "assistant", "content": reply.text}, {"role": "user", "content": SECOND}]
