@@ -1,1 +1,1 @@
-"""The gateway's chat page."""
+"""The gateway's chat page: `mount.mount_pages` puts it on an app, `engine.Models` is what it needs."""

@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from rewarm.gateway.page.engine import ModelView, State
 from rewarm.state.reason import Reason
+from rewarm.units import format_seconds
 
 _MISSES = {
     Reason.HIT: "Nothing was reused for this prompt",
@@ -35,6 +37,13 @@ _THEN = {
 }
 _TELLING = {Reason.DIVERGED, Reason.NO_RESTORE_POINT, Reason.IDENTITY_CHANGED, Reason.UNAVAILABLE}
 _DETAIL_CHARS = 110
+_STATES = {
+    State.STOPPED: ("Not loaded", "idle"),
+    State.LOADING: ("Loading", "busy"),
+    State.READY: ("Ready", "ready"),
+    State.STOPPING: ("Stopping", "busy"),
+    State.FAILED: ("Failed", "failed"),
+}
 
 
 def quiet_line(report: Mapping[str, Any] | None, ttft_s: float | None) -> str:
@@ -46,21 +55,9 @@ def quiet_line(report: Mapping[str, Any] | None, ttft_s: float | None) -> str:
     """
     parts = _reused(report) if report else []
     if ttft_s is not None:
-        parts.append(f"first token after {duration(ttft_s)}")
+        parts.append(f"first token after {format_seconds(ttft_s)}")
     line = " · ".join(parts)
     return line[:1].upper() + line[1:]
-
-
-def duration(seconds: float) -> str:
-    """Seconds as a person reads them: 0.24 s, 1.1 s, 12 s, 2 min 5 s."""
-    if seconds < 0.995:
-        return f"{seconds:.2f} s"
-    if seconds < 9.95:
-        return f"{seconds:.1f} s"
-    if seconds < 59.5:
-        return f"{seconds:.0f} s"
-    minutes, rest = divmod(round(seconds), 60)
-    return f"{minutes} min {rest} s" if rest else f"{minutes} min"
 
 
 def progress(n_done: int, n_tokens: int) -> str:
@@ -101,3 +98,13 @@ def _reason(value: object) -> Reason | None:
 
 def _tokens(count: int) -> str:
     return "1 token" if count == 1 else f"{count:,} tokens"
+
+
+def model_state(view: ModelView | None) -> tuple[str, str]:
+    """A model's state in a word or two, and its tone: `idle`, `busy`, `ready` or `failed`."""
+    if view is None:
+        return "No model", "failed"
+    if view.state is State.PREPARING:
+        part = f" {view.progress:.0%}" if view.progress is not None else ""
+        return f"Preparing{part}", "busy"
+    return _STATES[view.state]

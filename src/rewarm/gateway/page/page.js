@@ -1,0 +1,63 @@
+// The page's own script: theme, drawer, composer, and staying at the bottom while a reply comes.
+// Everything else is done by the server through NiceGUI.
+(() => {
+  const root = document.documentElement;
+  const KEY = "rewarm-theme";
+  const system = matchMedia("(prefers-color-scheme: dark)");
+  const stored = () => { try { return localStorage.getItem(KEY); } catch { return null; } };
+  const apply = () => { root.dataset.theme = stored() ?? (system.matches ? "dark" : "light"); };
+  apply();
+  system.addEventListener("change", apply);
+
+  const near = (el) => el.scrollHeight - el.scrollTop - el.clientHeight < 80;
+  const grow = (el) => { el.style.height = "auto"; el.style.height = `${Math.min(el.scrollHeight, 220)}px`; };
+  const input = () => document.querySelector(".rw-input");
+
+  window.rewarm = {
+    toggleTheme() {
+      const theme = root.dataset.theme === "dark" ? "light" : "dark";
+      try {
+        // Choosing what the system says is following the system again.
+        if ((theme === "dark") === system.matches) localStorage.removeItem(KEY);
+        else localStorage.setItem(KEY, theme);
+      } catch { /* private windows may refuse: the choice then lasts as long as the page */ }
+      root.dataset.theme = theme;
+    },
+    toggleDrawer(open) {
+      const app = document.querySelector(".rw-app");
+      const name = matchMedia("(min-width: 960px)").matches ? "rw-drawer-closed" : "rw-drawer-open";
+      app?.classList.toggle(name, open);
+    },
+    closeDrawer() { document.querySelector(".rw-app")?.classList.remove("rw-drawer-open"); },
+    focus() { input()?.focus(); },
+    // The text to send, or null; the field is emptied when there is some.
+    take() {
+      const el = input();
+      if (!el || el.closest(".rw-busy") || !el.value.trim()) return null;
+      const text = el.value;
+      el.value = "";
+      grow(el);
+      el.focus();
+      stick = true;
+      return text;
+    },
+  };
+
+  let stick = true;
+  const watch = (scroller) => {
+    scroller.scrollTop = scroller.scrollHeight;
+    scroller.addEventListener("scroll", () => { stick = near(scroller); }, { passive: true });
+    new MutationObserver(() => { if (stick) scroller.scrollTop = scroller.scrollHeight; })
+      .observe(scroller, { childList: true, subtree: true, characterData: true });
+  };
+  document.addEventListener("input", (e) => { if (e.target.matches?.(".rw-input")) grow(e.target); });
+  document.addEventListener("keydown", (e) => { if (e.key === "Escape") window.rewarm.closeDrawer(); });
+  const started = new MutationObserver(() => {
+    const scroller = document.querySelector(".rw-scroll");
+    if (!scroller) return;
+    started.disconnect();
+    watch(scroller);
+    if (matchMedia("(hover: hover)").matches) window.rewarm.focus();
+  });
+  started.observe(root, { childList: true, subtree: true });
+})();
