@@ -38,6 +38,11 @@ REBUILD_WAIT_S = 1.0
 
 RENEW_INTERVAL_S = 60.0
 
+CACHE_TAG = b"""Signature: 8a477f597d28d172789f06886806bc55
+# This folder is a cache of rewarm: KV states that can be computed again. Backups may leave it out.
+# See https://bford.info/cachedir/
+"""
+
 
 class Root:
     """One folder, open.
@@ -263,7 +268,9 @@ def settle_settings(folder: Path, wanted: Settings, disk: Disk) -> Settings:
     # Two processes may make the same root at once: the first one's settings stand.
     temporary = ProcessLock(folder / "tmp")
     try:
-        Files(folder, temporary.process, disk).replace_new(path, settings.encode())
+        files = Files(folder, temporary.process, disk)
+        files.replace_new(folder / "CACHEDIR.TAG", CACHE_TAG)
+        files.replace_new(path, settings.encode())
     finally:
         temporary.release()
     return _read_settings(folder)
