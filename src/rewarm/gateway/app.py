@@ -13,7 +13,6 @@ import rewarm
 from rewarm.gateway.disk_cache import DiskCache
 from rewarm.gateway.guard import Guard
 from rewarm.gateway.models import Model, find_models
-from rewarm.gateway.notices import Notices
 from rewarm.gateway.problems import Problem
 from rewarm.gateway.routes_api import api_routes
 from rewarm.gateway.routes_openai import openai_routes
@@ -31,8 +30,7 @@ class Gateway:
 
     def __init__(self, settings: Settings, models: list[Model] | None = None) -> None:
         self.settings = settings
-        self.notices = Notices()
-        self.workers = Workers(find_models(settings) if models is None else models, settings, self.notices.tell)
+        self.workers = Workers(find_models(settings) if models is None else models, settings)
         self.disk_cache = DiskCache(settings)
         self._closers: list[Callable[[], Awaitable[None]]] = []
 

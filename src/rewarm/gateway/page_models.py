@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import re
 from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
@@ -28,7 +27,6 @@ class PageModels:
 
     def __init__(self, gateway: Gateway) -> None:
         self._workers = gateway.workers
-        self._notices = gateway.notices
 
     def views(self) -> Sequence[ModelView]:
         """All models, in the order to offer them."""
@@ -38,14 +36,6 @@ class PageModels:
             )
             for worker in self._workers
         ]
-
-    def listen(self) -> asyncio.Event:
-        """An event that is set whenever a view may have changed; its owner clears it."""
-        return self._notices.listen()
-
-    def leave(self, bell: asyncio.Event) -> None:
-        """Set that event no more."""
-        self._notices.leave(bell)
 
     async def load(self, name: str) -> None:
         """Return when the model can answer.

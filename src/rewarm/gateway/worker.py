@@ -93,14 +93,12 @@ class Worker:
     Args:
         model: what it loads.
         launch: how.
-        on_change: called on the event loop whenever `status` changed.
     """
 
-    def __init__(self, model: Model, launch: Launch, on_change: Callable[[], None]) -> None:
+    def __init__(self, model: Model, launch: Launch) -> None:
         self.model = model
         self.path: Path | None = None
         self._launch = launch
-        self._on_change = on_change
         self._status = Status(State.STOPPED)
         self._log: deque[str] = deque(maxlen=_LOG_LINES)
         self._running: _Process | None = None
@@ -343,7 +341,6 @@ class Worker:
 
     def _set(self, state: State, message: str = "", progress: float | None = None) -> None:
         self._status = Status(state, message, progress)
-        self._on_change()
 
     def _told(self, what: str) -> str:
         lines = self.log_tail[-_TOLD_LINES:]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 
 from rewarm.gateway.models import Model
 from rewarm.gateway.problems import unknown_model
@@ -20,17 +20,16 @@ class Workers:
     Args:
         models: what is offered.
         settings: how workers are started.
-        on_change: called on the event loop whenever a worker's status changed.
     """
 
-    def __init__(self, models: Iterable[Model], settings: Settings, on_change: Callable[[], None]) -> None:
+    def __init__(self, models: Iterable[Model], settings: Settings) -> None:
         launch = Launch(
             settings.worker_command or WORKER_COMMAND,
             settings.cache_dir,
             settings.start_timeout_s,
             settings.stop_timeout_s,
         )
-        self._workers = {model.name: Worker(model, launch, on_change) for model in models}
+        self._workers = {model.name: Worker(model, launch) for model in models}
 
     def __iter__(self) -> Iterator[Worker]:
         """The workers, in the order of the models."""
