@@ -11,8 +11,8 @@ from rewarm.gateway.page.drawer import Drawer
 from rewarm.gateway.page.engine import Models, ModelView, State
 from rewarm.gateway.page.messages import Messages
 from rewarm.gateway.page.parts import button, element, icon, on_click, text
-from rewarm.gateway.page.turns import Chat, Chats
-from rewarm.gateway.page.words import model_state
+from rewarm.gateway.page.turns import STARTING, Chat, Chats
+from rewarm.gateway.page.words import model_state, starting
 
 REFRESH_S = 0.1
 _SEND = "const text = window.rewarm.take(); if (text !== null) emit(text);"
@@ -32,7 +32,7 @@ class ChatPage:
         self._chat = chats.latest()
         self._views: list[ModelView] = []
         self._model = ""
-        self._shown_version = -1
+        self._shown: tuple[int, str] | None = None
 
     def build(self) -> None:
         """Draw the page, and keep it true from now on."""
@@ -119,7 +119,7 @@ class ChatPage:
 
     def _open(self, chat: Chat) -> None:
         self._chat = chat
-        self._shown_version = -1
+        self._shown = None
         self._model = self._model_of(chat)
         self._select.props["value"] = self._model
         self._refresh()
@@ -159,18 +159,20 @@ class ChatPage:
 
     def _refresh(self) -> None:
         self._views = list(self._models.views())
-        self._show_model(next((view for view in self._views if view.name == self._model), None))
+        view = next((view for view in self._views if view.name == self._model), None)
+        self._show_model(view)
         self._drawer.refresh(self._chat)
         chat = self._chat
         if self._chats.get(chat.conversation.id) is not chat:  # another page deleted it
             self._open(self._chats.latest())
             return
-        if chat.version != self._shown_version:
-            self._shown_version = chat.version
-            self._show_chat(chat)
+        stage = starting(view) if chat.stage == STARTING else chat.stage
+        if self._shown != (chat.version, stage):
+            self._shown = (chat.version, stage)
+            self._show_chat(chat, stage)
 
-    def _show_chat(self, chat: Chat) -> None:
-        self._messages.show(chat)
+    def _show_chat(self, chat: Chat, stage: str) -> None:
+        self._messages.show(chat, stage)
         _toggle(self._composer, "rw-busy", chat.is_busy)
         self._system.props["value"] = chat.conversation.system
         self._system_given.set_text("set" if chat.conversation.system.strip() else "")

@@ -32,6 +32,7 @@ class Message(msgspec.Struct):
         content: its text; a reply's is Markdown.
         note: the quiet line under a reply: what the cache did.
         detail: more about the note, for who asks; or "".
+        share: the part of the prompt that was not computed, 0 to 1; None where that is not known.
         error: what went wrong, when the reply failed; or "".
     """
 
@@ -39,6 +40,7 @@ class Message(msgspec.Struct):
     content: str = ""
     note: str = ""
     detail: str = ""
+    share: float | None = None
     error: str = ""
 
 

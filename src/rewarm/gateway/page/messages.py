@@ -30,11 +30,12 @@ class Messages:
         self._again = again
         self._chat: Chat | None = None
         self._drawn: list[_Drawn] = []
+        self._shown_after: tuple[int, bool, bool] | None = None
         self._log = element("div", "rw-log", role="log", aria_label="Conversation", aria_live="polite")
         self._after = element("div", "rw-after")
 
-    def show(self, chat: Chat) -> None:
-        """Bring the list up to date with `chat`."""
+    def show(self, chat: Chat, stage: str) -> None:
+        """Bring the list up to date with `chat`; `stage` is what is being done for its last reply."""
         messages = chat.conversation.messages
         if chat is not self._chat or not messages:
             self._log.clear()
@@ -56,17 +57,21 @@ class Messages:
         with self._log:
             self._drawn += [_Drawn(message) for message in messages[n_same:]]
         for drawn in self._drawn[-1:]:
-            drawn.refresh(chat.stage, is_busy=chat.is_busy)
+            drawn.refresh(stage, is_busy=chat.is_busy)
         for drawn in self._drawn[:-1]:
             drawn.refresh("", is_busy=False)
         self._show_after(chat)
 
     def _show_after(self, chat: Chat) -> None:
         """What can be done after the last message."""
+        last = chat.conversation.messages[-1]
+        wanted = (id(last), chat.is_busy, bool(last.error))
+        if wanted == self._shown_after:
+            return
+        self._shown_after = wanted
         self._after.clear()
         if chat.is_busy:
             return
-        last = chat.conversation.messages[-1]
         is_whole = last.role == "assistant" and not last.error
         label = "Answer again" if is_whole else "Try again"
         with self._after:
@@ -74,6 +79,7 @@ class Messages:
 
     def _welcome(self) -> None:
         self._after.clear()
+        self._shown_after = None
         with self._log, element("div", "rw-welcome"):
             text("What would you like to talk about?", tag="h1")
             text(_WELCOME, tag="p")
@@ -100,10 +106,14 @@ class _Drawn:
                 self._stage_words = text("")
             self._error = element("div", "rw-trouble rw-hidden", role="alert")
             with self._error:
-                text("There is no reply to this message.", tag="strong")
+                self._error_title = text("", tag="strong")
                 self._error_words = text("", "rw-trouble-words", tag="div")
                 text(_KEPT, "rw-trouble-safe", tag="div")
-            self._note = text("", "rw-note", tag="div")
+            with element("div", "rw-note"):
+                self._meter = element("span", "rw-meter rw-hidden", aria_hidden="true")
+                with self._meter:
+                    self._meter_part = element("span")
+                self._note = text("", "rw-note-words")
 
     def refresh(self, stage: str, *, is_busy: bool) -> None:
         """Bring the elements up to date; nothing is sent to the browser when nothing changed."""
@@ -117,9 +127,13 @@ class _Drawn:
         self._article.props["aria-busy"] = "true" if is_busy else "false"
         self._stage_words.set_text(stage)
         self._stage.classes(replace="rw-stage" if stage else "rw-stage rw-hidden")
+        self._error_title.set_text("The reply broke off." if message.content else "There is no reply.")
         self._error_words.set_text(message.error)
         self._error.classes(replace="rw-trouble" if message.error else "rw-trouble rw-hidden")
         self._note.set_text(message.note)
+        if message.share is not None:
+            self._meter.classes(remove="rw-hidden")
+            self._meter_part.style(replace=f"width: {message.share:.1%}")
         self._note.props["title"] = message.detail
 
     def delete(self) -> None:

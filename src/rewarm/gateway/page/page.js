@@ -47,10 +47,18 @@
   const watch = (scroller) => {
     scroller.scrollTop = scroller.scrollHeight;
     scroller.addEventListener("scroll", () => { stick = near(scroller); }, { passive: true });
-    new MutationObserver(() => { if (stick) scroller.scrollTop = scroller.scrollHeight; })
+    const follow = () => { if (stick) scroller.scrollTop = scroller.scrollHeight; };
+    new ResizeObserver(follow).observe(scroller);
+    new MutationObserver(follow)
       .observe(scroller, { childList: true, subtree: true, characterData: true });
   };
   document.addEventListener("input", (e) => { if (e.target.matches?.(".rw-input")) grow(e.target); });
+  // On a machine with a keyboard the next thing typed belongs to the message; a phone's would cover the page.
+  document.addEventListener("click", (e) => {
+    if (e.detail > 0 && e.target.closest?.(".rw-page .rw-button") && matchMedia("(hover: hover)").matches) {
+      window.rewarm.focus();
+    }
+  });
   document.addEventListener("keydown", (e) => { if (e.key === "Escape") window.rewarm.closeDrawer(); });
   const started = new MutationObserver(() => {
     const scroller = document.querySelector(".rw-scroll");

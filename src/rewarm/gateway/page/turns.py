@@ -15,9 +15,12 @@ from typing import Any
 
 from rewarm.gateway.page.engine import Ended, Event, Models, Reading, Trouble
 from rewarm.gateway.page.history import Conversation, History, Message
-from rewarm.gateway.page.words import progress, quiet_line
+from rewarm.gateway.page.words import progress, quiet_line, share
 
 log = logging.getLogger(__name__)
+
+STARTING = "Starting the model"
+"""The stage in which the model's own state says more."""
 
 
 class Chat:
@@ -84,7 +87,7 @@ class Chat:
         prompt = prompt_of(self.conversation)
         self.conversation.messages.append(reply)
         self._task = asyncio.create_task(self._run(reply, model, prompt))
-        self._set_stage("Starting the model")
+        self._set_stage(STARTING)
 
     async def _run(self, reply: Message, model: str, prompt: list[dict[str, str]]) -> None:
         turn = Turn(reply)
@@ -154,7 +157,9 @@ class Turn:
             last_word = "Ended at the longest reply allowed"
         line = quiet_line(report, self._ttft_s)
         self._reply.note = " · ".join(part for part in (line, last_word) if part)
-        self._reply.detail = str((report or {}).get("detail") or "")
+        if report is not None:
+            self._reply.detail = str(report.get("detail") or "")
+            self._reply.share = share(report)
 
 
 class Chats:

@@ -60,6 +60,12 @@ def quiet_line(report: Mapping[str, Any] | None, ttft_s: float | None) -> str:
     return line[:1].upper() + line[1:]
 
 
+def share(report: Mapping[str, Any]) -> float:
+    """The part of the prompt that was not computed, 0 to 1."""
+    n_cached, n_prompt = int(report.get("cached_tokens") or 0), int(report.get("prompt_tokens") or 0)
+    return min(1.0, max(0.0, n_cached / n_prompt)) if n_prompt else 0.0
+
+
 def progress(n_done: int, n_tokens: int) -> str:
     """How far the prompt has been read."""
     return f"Reading the prompt: {n_done:,} of {_tokens(n_tokens)}"
@@ -105,6 +111,16 @@ def model_state(view: ModelView | None) -> tuple[str, str]:
     if view is None:
         return "No model", "failed"
     if view.state is State.PREPARING:
-        part = f" {view.progress:.0%}" if view.progress is not None else ""
-        return f"Preparing{part}", "busy"
+        return f"Preparing the model{_part(view)}", "busy"
     return _STATES[view.state]
+
+
+def starting(view: ModelView | None) -> str:
+    """What is being done until the model can answer."""
+    if view is not None and view.state is State.PREPARING:
+        return f"{(view.message or 'preparing the model').capitalize()}{_part(view)}"
+    return "Loading the model"
+
+
+def _part(view: ModelView) -> str:
+    return f" · {view.progress:.0%}" if view.progress is not None else ""
