@@ -5,6 +5,7 @@ The names below are the public face; everything else may change between versions
 
 from __future__ import annotations
 
+from rewarm.cache.explain import Explanation
 from rewarm.cache.identity import Identity
 from rewarm.cache.namespace import Match, Namespace
 from rewarm.cache.policy import Policy
@@ -27,6 +28,7 @@ __all__ = [
     "Dropped",
     "EngineError",
     "Entry",
+    "Explanation",
     "Identity",
     "Kind",
     "Layout",

@@ -186,7 +186,6 @@ def test_what_explain_says_is_what_find_says(driver: Driver) -> None:
     driver.save(range(9))
     driver.flush()
     told = driver.cache.explain([0, 1, 2, 9], driver.namespace().identity)
-    assert told["n_tokens"] == 3
-    assert told["reason"] == Reason.HIT
+    assert (told.n_tokens, told.reason) == (3, Reason.HIT)
     told = driver.cache.explain([0, 1, 2, 9, 9], driver.namespace().identity)
-    assert (told["n_tokens"], told["reason"]) == (3, "diverged")
+    assert (told.n_tokens, told.reason) == (3, Reason.DIVERGED)

@@ -34,6 +34,15 @@ def model_name(description: bytes) -> str | None:
         return None
 
 
+def identity_of(description: bytes) -> Identity | None:
+    """The identity in a file's bytes, or None where it cannot be read."""
+    try:
+        read = msgspec.json.decode(description, type=_Description)
+        return Identity(from_json(read.identity), read.name)
+    except (msgspec.DecodeError, UnicodeDecodeError, ValueError):
+        return None
+
+
 def explain_change(identity: Identity, described: Iterable[tuple[bytes, bytes]]) -> str | None:
     """Names of the fields that differ from the nearest namespace of the same model name, or None."""
     nearest: list[str] | None = None

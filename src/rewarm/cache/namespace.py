@@ -93,7 +93,7 @@ class Namespace:
         if at_most is not None and at_most < 0:
             raise ValueError(f"at_most must be 0 or more, not {at_most}")
         limit = max(0, len(asked) - 1)
-        match = self._find(asked[: limit if at_most is None else min(limit, at_most)])
+        match = self.look(asked[: limit if at_most is None else min(limit, at_most)])
         if match.n_tokens:
             self._writer.note(match.plan.path)
             self._writer.want(match.plan.path)
@@ -101,7 +101,8 @@ class Namespace:
             self._stats.miss(match.reason)
         return match
 
-    def _find(self, tokens: Tokens) -> Match:
+    def look(self, tokens: Tokens) -> Match:
+        """As `find`, of all of `tokens`, but nobody is told: neither recency nor counters change."""
         fingerprint = self.identity.fingerprint_bytes
         if fingerprint is None:
             if self.identity.error:

@@ -16,12 +16,12 @@ import weakref
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import msgspec
 import platformdirs
 
 from rewarm.cache import stats as counting
+from rewarm.cache.explain import Explanation, explain
 from rewarm.cache.identity import Identity
 from rewarm.cache.memory import queue_limit
 from rewarm.cache.namespace import Match, Namespace
@@ -31,7 +31,7 @@ from rewarm.cache.saver import Shared
 from rewarm.cache.stats import Stats
 from rewarm.cache.writer import Writer
 from rewarm.state.chain import Key
-from rewarm.store.check import Report
+from rewarm.store.check import Progress, Report
 from rewarm.store.disk import Disk
 from rewarm.store.entries import Entry
 from rewarm.store.room import Removal
@@ -187,15 +187,23 @@ class PrefixCache:
             found["bytes_written_today"] = 0
         return found
 
-    def explain(self, tokens: Iterable[int], identity: Identity) -> dict[str, Any]:
-        """What a prompt would find now, and why not more."""
-        match = self.namespace(identity).find(tokens)
-        return {"n_tokens": match.n_tokens, "reason": match.reason.value, "detail": dict(match.detail)}
+    def explain(self, tokens: Iterable[int], identity: Identity, tenant: bytes | None = None) -> Explanation:
+        """What a prompt would find now, and why not more; looks only, and counts as no use.
 
-    def verify(self) -> Report:
-        """Read every record; changes nothing."""
+        Raises:
+            ValueError: `tokens` is no sequence of 64-bit signed integers.
+        """
+        return explain(self.namespace(identity, tenant), tokens)
+
+    def verify(self, progress: Progress | None = None, *, quarantine: bool = False) -> Report:
+        """Read every record, beside everything else that goes on.
+
+        Args:
+            progress: told records looked at, and records in all.
+            quarantine: move what is damaged out of the way; else nothing is changed.
+        """
         self.flush()
-        return self.store.verify()
+        return self.store.verify(progress, quarantine=quarantine)
 
     def repair(self) -> int:
         """Build the index anew from the records; how many it has."""

@@ -9,10 +9,12 @@ import typer
 import rewarm
 from rewarm.cli.clear import clear
 from rewarm.cli.demo import demo
+from rewarm.cli.explain import explain
 from rewarm.cli.llama_server import llama_server
 from rewarm.cli.ls import ls
 from rewarm.cli.mlx_lm import SETTINGS, mlx_lm
 from rewarm.cli.serve import serve
+from rewarm.cli.verify import repair, verify
 
 app = typer.Typer(
     name="rewarm",
@@ -27,6 +29,9 @@ app.command("mlx-lm", context_settings=SETTINGS)(mlx_lm)
 app.command("llama-server", context_settings=SETTINGS)(llama_server)
 app.command("ls")(ls)
 app.command("clear")(clear)
+app.command("explain")(explain)
+app.command("verify")(verify)
+app.command("repair")(repair)
 app.command("demo")(demo)
 
 

@@ -10,8 +10,7 @@ import typer
 
 from rewarm import Removal
 from rewarm.cache.prefix_cache import PrefixCache
-from rewarm.cli.ls import SHORT_FINGERPRINT
-from rewarm.cli.roots import Folder, existing, model_names
+from rewarm.cli.roots import SHORT_FINGERPRINT, Folder, chosen, existing, model_names
 from rewarm.units import format_bytes
 
 
@@ -27,7 +26,8 @@ def clear(
 ) -> None:
     """Erase what the cache holds, pinned entries too."""
     with existing(folder) as (root, cache):
-        fingerprint = _chosen(cache, model)
+        # An empty text is the start of every fingerprint: it must not come to mean "all" by mistake.
+        fingerprint = None if model is None else chosen(cache, model or "?", "Nothing was erased.")
         removal = Removal() if cache is None else cache.clear(fingerprint, dry_run=True)
         if cache is not None and not dry_run:
             if not yes:
@@ -40,20 +40,6 @@ def clear(
         typer.echo(f"There is no cache in {root}.")
     else:
         typer.echo(f"{'Would erase' if dry_run else 'Erased'} {_what(removal)} in {root}.")
-
-
-def _chosen(cache: PrefixCache | None, prefix: str | None) -> str | None:
-    """The whole fingerprint that `prefix` begins."""
-    if prefix is None:
-        return None
-    known = [fingerprint.hex() for fingerprint, _, _ in cache.store.namespaces()] if cache else []
-    found = [fingerprint for fingerprint in known if prefix and fingerprint.startswith(prefix.lower())]
-    if len(found) == 1:
-        return found[0]
-    if found:
-        short = ", ".join(fingerprint[: max(SHORT_FINGERPRINT, len(prefix) + 4)] for fingerprint in found)
-        raise typer.BadParameter(f"{prefix} begins several fingerprints: {short}. Nothing was erased.")
-    raise typer.BadParameter(f"No model stored here has a fingerprint that begins with {prefix!r}. Nothing was erased.")
 
 
 def _ask(question: str) -> None:

@@ -69,6 +69,21 @@ def bundled_gguf() -> Path:
     return find_gguf()
 
 
+def tokenizer_of(path: Path) -> Any:
+    """The tokenizer in a model folder or `tokenizer.json`, with `encode(text).ids` and `decode(ids)`.
+
+    Raises:
+        EngineError: the package `tokenizers` is not installed, or there is no tokenizer.
+    """
+    with needs("mlx"):
+        import tokenizers
+    file = path / "tokenizer.json" if path.is_dir() else path
+    try:
+        return tokenizers.Tokenizer.from_file(str(file))
+    except Exception as error:  # noqa: BLE001 - the package raises plain Exception
+        raise EngineError(f"{file} is no tokenizer: {error}") from None
+
+
 def serve_gateway(given: Mapping[str, Any]) -> None:
     """Open the gateway and stay until it ends.
 

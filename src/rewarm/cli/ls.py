@@ -13,11 +13,8 @@ from rich.console import Console
 from rich.table import Table
 
 from rewarm.cache.prefix_cache import PrefixCache
-from rewarm.cli.roots import Folder, existing, model_names
+from rewarm.cli.roots import SHORT_FINGERPRINT, Folder, existing, model_names
 from rewarm.units import format_bytes, format_seconds
-
-SHORT_FINGERPRINT = 12
-"""Hex characters of a fingerprint that a table shows; `rewarm clear --model` takes them."""
 
 _DAYS_2 = 2 * 86_400
 

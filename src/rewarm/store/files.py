@@ -214,6 +214,15 @@ class Files:
         except OSError:
             return 0
 
+    def nbytes_allocated(self, name: RecordName) -> int:
+        """Bytes that the file system has allocated for the record's file; its size where it does not say."""
+        try:
+            status = self.path(name).lstat()
+        except OSError:
+            return 0
+        blocks = getattr(status, "st_blocks", None)
+        return status.st_size if blocks is None else 512 * int(blocks)
+
     def quarantine(self, name: RecordName, label: str) -> Path:
         """Move a bad record out of the way; where it is now."""
         folder = self.root / "quarantine"

@@ -360,10 +360,13 @@ class Store:
                 with contextlib.suppress(OSError, ValueError):
                     yield bytes.fromhex(path.parent.name), path.read_bytes()
 
-    def verify(self) -> check.Report:
-        """Read every record; changes nothing."""
-        with self._root.writing:
-            return check.verify(self._root.index, self._root.files)
+    def verify(self, progress: check.Progress | None = None, *, quarantine: bool = False) -> check.Report:
+        """Read every record; with `quarantine`, what is damaged is moved there, else nothing is changed."""
+        report = check.verify(self._root.reader, self._root.files, progress)
+        if quarantine:
+            for name, why in report.bad:
+                self.settle_bad(name, why, missing=False)
+        return report
 
     def repair(self) -> int:
         """Build the index anew from the files, keeping the counters; how many records it has."""
