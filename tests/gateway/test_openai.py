@@ -239,6 +239,7 @@ def test_a_worker_that_was_killed_between_requests_is_not_noticed(running: Runni
     running.chat("x")
     pid = running.state()["pid"]
     os.kill(pid, signal.SIGKILL)
+    until(lambda: not is_alive(pid))
     assert running.chat("one two").status_code == 200
     assert running.state()["pid"] != pid
 

@@ -80,9 +80,14 @@ class Status:
 
 @dataclass(slots=True)
 class _Process:
-    """A process that runs, and the tasks that look after it."""
+    """A process that runs, and what looks after it.
+
+    Attributes:
+        leash: our end of the pipe that is its standard input; never written.
+    """
 
     process: asyncio.subprocess.Process
+    leash: int
     client: httpx.AsyncClient
     tasks: list[asyncio.Task[Any]]
 
@@ -228,19 +233,25 @@ class Worker:
 
     async def _spawn(self, path: Path) -> _Process:
         secret, port = secrets.token_urlsafe(32), _free_port()
-        command = [*self._launch.command, "--model", str(path), "--host", HOST, "--port", str(port)]
-        process = await asyncio.create_subprocess_exec(
-            *command,
-            "--rewarm-dir",
-            str(self._launch.cache_dir),
-            # Held open and never written: its end tells the worker that this gateway is gone, however it went.
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            env={**os.environ, SECRET_VARIABLE: secret},
-            # A Ctrl-C in the terminal is for the gateway, which then ends its workers in order.
-            start_new_session=True,
-        )
+        # Held open and never written: its end tells the worker that this gateway is gone, however it went.
+        # Not asyncio's own, which is a socket here and a pipe there.
+        input_, leash = os.pipe()
+        try:
+            process = await asyncio.create_subprocess_exec(
+                *(*self._launch.command, "--model", str(path), "--host", HOST, "--port", str(port)),
+                *("--rewarm-dir", str(self._launch.cache_dir)),
+                stdin=input_,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                env={**os.environ, SECRET_VARIABLE: secret},
+                # A Ctrl-C in the terminal is for the gateway, which then ends its workers in order.
+                start_new_session=True,
+            )
+        except BaseException:
+            os.close(leash)
+            raise
+        finally:
+            os.close(input_)
         client = httpx.AsyncClient(
             base_url=f"http://{HOST}:{port}",
             headers={"Authorization": f"Bearer {secret}"},
@@ -250,7 +261,7 @@ class Worker:
             # The secret is for this worker and for no proxy.
             trust_env=False,
         )
-        running = _Process(process, client, [])
+        running = _Process(process, leash, client, [])
         running.tasks.append(asyncio.create_task(self._read_log(process, secret)))
         running.tasks.append(asyncio.create_task(self._watch(running)))
         return running
@@ -297,6 +308,7 @@ class Worker:
                 async with asyncio.timeout(1.0):
                     await asyncio.shield(running.tasks[0])
             self._running = None
+            os.close(running.leash)
             await running.client.aclose()
             self._set(State.FAILED, self._told(f"ended unexpectedly ({_ending(running.process)})"))
 
@@ -335,8 +347,7 @@ class Worker:
                 await asyncio.gather(*running.tasks, return_exceptions=True)
         for task in running.tasks:
             task.cancel()
-        if process.stdin is not None:
-            process.stdin.close()
+        os.close(running.leash)
         await running.client.aclose()
 
     def _set(self, state: State, message: str = "", progress: float | None = None) -> None:

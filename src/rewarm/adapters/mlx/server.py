@@ -25,6 +25,7 @@ import mlx_lm.server as engine
 import rewarm
 from rewarm.adapters.mlx.handler import Handler, WithoutPrompts
 from rewarm.adapters.mlx.seam import ModelProvider, ResponseGenerator, StoredPromptCache
+from rewarm.adapters.worker_process import on_end_of_input
 from rewarm.cache.prefix_cache import PrefixCache
 from rewarm.errors import EngineError, RewarmError
 from rewarm.state.reason import Reason
@@ -83,6 +84,7 @@ def serve(host: str, port: int, cli_args: Any, options: argparse.Namespace) -> N
 
     generator = ResponseGenerator(provider, prompt_cache, end)
     _on_signals(lambda: threading.Thread(target=server.shutdown, daemon=True).start())
+    on_end_of_input(server.shutdown)
     log.info("rewarm: serving at http://%s:%d", host, server.server_address[1])
     server.serve_forever(poll_interval=0.05)
     server.server_close()
