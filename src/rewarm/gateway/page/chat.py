@@ -69,7 +69,7 @@ class ChatPage:
                     self._chip_words = text("", "rw-chip-words")
             self._unload = button("power", "Stop the model: frees its memory", "rw-quiet", "Stop the model")
             on_click(self._unload, self._stop_model)
-            on_click(button("theme", "Light or dark"), script="window.rewarm.toggleTheme()")
+            on_click(button("theme", "Light or dark", "rw-wide-only"), script="window.rewarm.toggleTheme()")
             on_click(button("plus", "New chat", "rw-phone-only"), self._new)
 
     def _build_system(self) -> None:

@@ -69,6 +69,7 @@ class Chat:
         if self._task is not None:
             self._task.cancel()
             await asyncio.wait([self._task])
+            await self.save()
 
     async def save(self) -> None:
         """Save the conversation as it is now; a failure is told on the page and changes nothing else."""
@@ -87,6 +88,8 @@ class Chat:
         prompt = prompt_of(self.conversation)
         self.conversation.messages.append(reply)
         self._task = asyncio.create_task(self._run(reply, model, prompt))
+        # Not the task's own last act: one that is cancelled before it began does nothing at all.
+        self._task.add_done_callback(self._ended)
         self._set_stage(STARTING)
 
     async def _run(self, reply: Message, model: str, prompt: list[dict[str, str]]) -> None:
@@ -108,9 +111,11 @@ class Chat:
             log.exception("rewarm: a reply failed")
             reply.error = f"The gateway failed in this reply: {type(error).__name__}: {error}"
         finally:
-            self.stage = ""
-            self._task = None
             await self.save()
+
+    def _ended(self, _task: asyncio.Task[None]) -> None:
+        self._task = None
+        self._set_stage("")
 
     def _set_stage(self, stage: str) -> None:
         self.stage = stage
