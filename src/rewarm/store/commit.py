@@ -174,7 +174,7 @@ class Committer:
         coming = present | {record.name.key for record in left} | {save.chain.root}
         afters = {record.row.after for record in left if record.row.after is not None}
         parents = ({record.row.parent for record in left} | afters) - coming
-        if self.index.are_forgotten([record.name.key for record in left]):
+        if self._are_forgotten([record.name.key for record in left]):
             return [], Dropped.FORGOTTEN
         if any(self.index.is_condemned(record.name.key) for record in left):
             return [], Dropped.PARENT_GONE
@@ -185,6 +185,13 @@ class Committer:
         if size + self.index.own_nbytes() > (limits.max_bytes or 0) or len(blocks) + 1 > (limits.max_files or 0):
             return [], Dropped.TOO_LARGE
         return left, None
+
+    def _are_forgotten(self, keys: list[Key]) -> bool:
+        """Whether one of `keys` was forgotten and some living process has not taken note of it yet."""
+        if not self.index.are_forgotten(keys):
+            return False
+        self._recovery.settle_forgets()
+        return self.index.are_forgotten(keys)
 
     def _write_files(self, records: list[_Record], outcome: Outcome) -> list[_Record]:
         """Step 2: the records that are in place now, up to the first that failed."""

@@ -36,13 +36,18 @@ class Recovery:
                     self._finish(intent)
                     self.files.remove_temporaries(process)
 
+    def settle_forgets(self) -> None:
+        """Inside a transaction: forgotten keys go that every process has taken note of; the dead need not."""
+        for process in self.index.processes():
+            if self._lock.is_dead(process):
+                self.index.remove_process(process)
+        self.index.settle_forgets()
+
     def bury(self) -> None:
         """At open: finish the intents of dead processes and empty their temporaries."""
         with self.index.transaction():
             self.finish_left()
-            for process in self.index.processes():
-                if self._lock.is_dead(process):
-                    self.index.remove_process(process)
+            self.settle_forgets()
         for process in self._lock.dead():
             with self._lock.burying(process) as dead:
                 if dead:

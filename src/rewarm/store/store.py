@@ -270,11 +270,38 @@ class Store:
             self._erase_traces()
             return removed
 
+    def keep(self, name: str, ttl_s: float | None) -> None:
+        """Let an entry (by id), or the entries of a namespace (by fingerprint), live `ttl_s` without a match."""
+        with self._root.writing, self._root.index.transaction():
+            ttls = {each: s for each, s in self.settings().ttls.items() if each != name}
+            self._root.change_settings(ttls=ttls if ttl_s is None else {**ttls, name: ttl_s})
+
+    def forget_expired(self, now_s: float, default_s: float | None) -> int:
+        """Forget the unpinned entries that nobody has matched for their time; how many."""
+        ttls, n = self.settings().ttls, 0
+        for entry_id, fingerprint, matched_s in Entries(self._root.reader).unpinned():
+            ttl_s = ttls.get(entry_id, ttls.get(fingerprint, default_s))
+            if ttl_s is not None and now_s - matched_s > ttl_s:
+                self.forget(entry_id, dry_run=False)
+                n += 1
+        return n
+
+    def see(self, now_s: float) -> None:
+        """Note the time, so that the next process can tell a clock that jumped."""
+        with self._root.writing, self._root.index.transaction():
+            self._root.index.set_counter("last_seen_s", int(now_s))
+
+    def last_seen_s(self) -> int | None:
+        """When a process last noted the time, seconds since 1970."""
+        return self._root.reader.counters().get("last_seen_s")
+
     def _unpin(self, entry_ids: Collection[str]) -> None:
         with self._root.index.transaction():
-            pins = tuple(pin for pin in self.settings().pins if pin not in entry_ids)
-            if pins != self.settings().pins:
-                self._root.change_settings(pins=pins)
+            settings = self.settings()
+            pins = tuple(pin for pin in settings.pins if pin not in entry_ids)
+            ttls = {name: ttl_s for name, ttl_s in settings.ttls.items() if name not in entry_ids}
+            if (pins, ttls) != (settings.pins, settings.ttls):
+                self._root.change_settings(pins=pins, ttls=ttls)
 
     def _remove_quarantine(self, everything: bool) -> None:  # noqa: FBT001
         if not everything:
@@ -306,7 +333,7 @@ class Store:
         """This process writes and holds nothing more of what was forgotten up to `number`."""
         with self._root.writing, self._root.index.transaction():
             self._root.index.note_forgets(self._root.lock.process, number)
-            self._root.index.settle_forgets()
+            self._root.recovery.settle_forgets()
 
     # Settings, usage, checks.
 
