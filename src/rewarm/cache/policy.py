@@ -17,6 +17,8 @@ class Policy(msgspec.Struct, frozen=True, kw_only=True):
         min_tokens: shorter states are not saved.
         second_sight: a block is written when it is saved for the second time only.
         write_bytes_per_day: bytes of records that may be written on one day (UTC), or None.
+        keep_days: entries that nobody has matched for so many days are forgotten, but for pinned ones and those
+            that have a time of their own; None keeps them.
         thin: of layouts that cannot be cut, only some restore points of a conversation are kept.
     """
 
@@ -24,6 +26,7 @@ class Policy(msgspec.Struct, frozen=True, kw_only=True):
     min_tokens: int = 0
     second_sight: bool = False
     write_bytes_per_day: int | None = None
+    keep_days: float | None = None
     thin: bool = True
 
     def check(self) -> None:
@@ -32,7 +35,7 @@ class Policy(msgspec.Struct, frozen=True, kw_only=True):
         Raises:
             ValueError: a number is negative.
         """
-        for name in ("min_tokens", "write_bytes_per_day"):
+        for name in ("min_tokens", "write_bytes_per_day", "keep_days"):
             value = getattr(self, name)
             if value is not None and not 0 <= value < 2**63:
                 raise ValueError(f"{name} must be 0 or more, not {value}")

@@ -126,6 +126,23 @@ class PrefixCache:
         """Spare an entry no more; whether it is there."""
         return self.store.pin(_entry_id(entry), pinned=False)
 
+    def keep(self, what: Entry | Namespace | str, ttl_s: float | None) -> None:
+        """Let an entry, or all entries of a model (namespace or fingerprint), live so long without a match.
+
+        Args:
+            what: the entry (or its id), or the namespace (or its fingerprint, hex).
+            ttl_s: seconds; None: as the rule `keep_days` says.
+
+        Raises:
+            ValueError: nothing can be meant by `what`, or the time is negative.
+        """
+        if ttl_s is not None and not 0 <= ttl_s < 2**53:
+            raise ValueError(f"a time to live is 0 seconds or more, not {ttl_s}")
+        if isinstance(what, Namespace):
+            what = what.identity.fingerprint or ""
+        name = _entry_id(what) if isinstance(what, Entry) or len(what) == 32 else _hex(what, 32, "a fingerprint")
+        self.store.keep(name, ttl_s)
+
     def forget(self, entry: Entry | str, *, dry_run: bool = False) -> Removal:
         """Erase an entry and every record that only it needs; what waits to be written is written first."""
         self.flush()

@@ -20,6 +20,11 @@ class Stats:
         with self._lock:
             self._pending[name] = self._pending.get(name, 0) + by
 
+    def add_if(self, name: str, by: int) -> None:
+        """Add to a counter, if there is something to add."""
+        if by:
+            self.add(name, by)
+
     def miss(self, reason: Reason) -> None:
         """A look-up or a restore gave nothing."""
         self.add(f"miss:{reason}")
@@ -56,6 +61,7 @@ PLAIN = (
     "tokens_restored",
     "hits",
     "evicted_files",
+    "expired_entries",
     "quarantined_files",
 )
 

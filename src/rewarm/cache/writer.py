@@ -15,6 +15,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
 from rewarm.cache.admission import admit
+from rewarm.cache.expiry import Expiry
 from rewarm.cache.policy import Policy, read_policy
 from rewarm.cache.stats import Stats
 from rewarm.errors import IndexFault, RewarmError
@@ -127,6 +128,7 @@ class Writer:
         self._passing = 0
         self._policy, self._policy_s = read_policy(store.settings().policy), time.monotonic()
         self._n_forgets = store.n_forgets()
+        self._expiry = Expiry(store, clock)
         self._heeding = threading.Lock()
         self._on_forget: list[Callable[[frozenset[Key]], None]] = []
         self._thread = threading.Thread(target=self._run, name="rewarm-writer", daemon=True)
@@ -429,8 +431,9 @@ class Writer:
         with self._changed:
             self._storing = False
             self._changed.notify_all()
-        with contextlib.suppress(IndexFault, TimeoutError):
+        with contextlib.suppress(RewarmError, OSError):
             self.heed()
+            self._stats.add_if("expired_entries", self._expiry.sweep(self.policy().keep_days))
 
 
 def _goes_on(earlier: Save, later: Save) -> bool:

@@ -283,6 +283,14 @@ class Entries:
         """A restore used the end of these entries."""
         self._index.execute('UPDATE entries SET hits = hits + 1, matched_s = ? WHERE "end" = ?', (now_s, end))
 
+    def unpinned(self) -> list[tuple[str, str, float]]:
+        """Id (hex), fingerprint (hex) and last match (seconds since 1970) of every entry that is not pinned."""
+        sql = (
+            "SELECT entries.id, fingerprint, matched_s FROM entries JOIN namespaces ON namespaces.id = namespace"
+            " WHERE NOT pinned"
+        )
+        return [(row[0].hex(), row[1].hex(), float(row[2])) for row in self._index.rows(sql)]
+
     def list(self) -> list[Entry]:
         """All entries, latest match first."""
         sql = (

@@ -69,6 +69,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
         limits: every field set.
         policy: the switchable rules, by name; read by the cache, kept as it is here.
         pins: ids of pinned entries, hex.
+        ttls: seconds that an entry (by id) or the entries of a namespace (by fingerprint) live without a match.
     """
 
     format: int
@@ -76,6 +77,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     limits: Limits
     policy: dict[str, Any] = {}
     pins: tuple[str, ...] = ()
+    ttls: dict[str, float] = {}
 
     def encode(self) -> bytes:
         """The file's bytes."""
