@@ -145,6 +145,40 @@ def test_a_conversation_is_forgotten_by_the_next_open_when_the_process_dies_over
     assert n_dead >= 2
 
 
+def test_a_dead_process_holds_no_forgetting_up(tmp_path: Path) -> None:
+    """The same tokens sent again are a new conversation, though a process died before it took note."""
+    driver = Driver(tmp_path / "kv")
+    index = driver.cache.store._root.index
+    with index.transaction():
+        index.note_forgets("d" * 16, 0)
+    driver.save(range(9))
+    driver.flush()
+    driver.cache.forget(driver.cache.entries()[0])
+    driver.flush()
+    assert driver.save(range(9)).queued
+    driver.flush()
+    assert driver.restore(range(10)).n_tokens == 9
+    driver.close()
+
+
+def test_a_living_process_that_has_not_taken_note_does(tmp_path: Path) -> None:
+    """Nobody writes a forgotten record again before every living process has heard of it; then it may come back."""
+    one, two = Driver(tmp_path / "kv", lossy=True), Driver(tmp_path / "kv", lossy=True)
+    for driver in (one, two):
+        driver.perfect.save((0, b""), range(9), driver.engine.state(range(9)))
+    two.save(range(9))
+    two.flush()
+    one.cache.forget(one.cache.entries()[0])
+    assert two.namespace().find(range(10)).n_tokens == 0
+    two.flush()
+    one.flush()
+    assert two.save(range(9)).queued
+    two.flush()
+    assert one.restore(range(10)).n_tokens == 9
+    one.close()
+    two.close()
+
+
 def test_b062_leftovers_of_dead_processes_are_removed_and_those_of_living_ones_are_not(tmp_path: Path) -> None:
     driver = Driver(tmp_path / "kv")
     tmp = driver.root / "tmp"

@@ -29,6 +29,8 @@ def crowd(root: Path, n_processes: int, n_operations: int, max_files: int, n_kil
             process.kill()
             process.wait(60)
     driver = Driver(root, engine(), BLOCK_TOKENS, lossy=True)
+    # They did meet: most of what was asked was found.
+    assert driver.cache.stats()["hits"] > n_processes * n_operations // 10  # type: ignore[operator]
     assert not on_disk(root).leftovers
     assert on_disk(root).n_files <= max_files
     driver.assert_in_order()
@@ -45,11 +47,11 @@ def crowd(root: Path, n_processes: int, n_operations: int, max_files: int, n_kil
 
 @pytest.mark.parametrize("max_files", [10_000, 30], ids=["roomy", "tight"])
 def test_b045_processes_share_one_root(tmp_path: Path, max_files: int) -> None:
-    crowd(tmp_path / "kv", n_processes=2, n_operations=150, max_files=max_files, n_kills=1)
+    crowd(tmp_path / "kv", n_processes=4, n_operations=1_000, max_files=max_files, n_kills=1)
 
 
 @pytest.mark.long
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("max_files", [10_000, 30], ids=["roomy", "tight"])
 def test_b045_many_processes_share_one_root(tmp_path: Path, max_files: int) -> None:
-    crowd(tmp_path / "kv", n_processes=6, n_operations=2_000, max_files=max_files, n_kills=3)
+    crowd(tmp_path / "kv", n_processes=8, n_operations=13_000, max_files=max_files, n_kills=3)
