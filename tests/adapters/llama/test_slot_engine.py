@@ -29,7 +29,14 @@ TRANSPOSED = {"flash_attn_type": "LLAMA_FLASH_ATTN_TYPE_DISABLED"}
 TWO = {"n_parallel": 2}
 UNIFIED = {"n_parallel": 2, "kv_unified": True, "n_ctx": 256}
 
-DENSE = [("llama", {}), ("llama", TRANSPOSED), ("llama", QUANTISED), ("llama", UNIFIED), ("qwen2vl", QUANTISED)]
+DENSE = [
+    ("llama", {}),
+    ("llama", TRANSPOSED),
+    ("llama", QUANTISED),
+    ("llama", UNIFIED),
+    ("qwen2vl", QUANTISED),
+    ("deepseek2", TRANSPOSED),
+]
 ALL = [
     *DENSE,
     ("llama", TWO),

@@ -157,7 +157,7 @@ def damaged(draw: st.DrawFn) -> tuple[str, bytes]:
     return name, bytes(raw)
 
 
-@settings(max_examples=600, deadline=None)
+@settings(max_examples=400, deadline=None)
 @given(damaged())
 def test_damage_is_refused_or_harmless_and_costs_no_memory(case: tuple[str, bytes]) -> None:
     name, raw = case
@@ -205,3 +205,20 @@ def test_a_second_row_of_recurrent_states_is_refused() -> None:
     raw = raw[: raw.index(b"SCKP")]
     first_r = raw.index(struct.pack("<iQ", 0, 64)) + 12 + 64
     assert read("recurrent", raw[:first_r] + struct.pack("<Q", 16) + bytes(16) + raw[first_r:]) == REFUSED
+
+
+def test_a_file_that_can_be_read_in_two_ways_is_refused() -> None:
+    """The values of 40 cells whose bytes are, together with their header, a window section of two cells."""
+    n, row = 40, 2
+    cells = np.stack([np.arange(n), np.ones(n), np.zeros(n)], axis=1).astype("<i4").tobytes()
+    keys = struct.pack("<iQ", 1, row) + bytes(n * row)
+    window = struct.pack("<IIiIi", 1, 0, 1, 1, 0) + struct.pack("<II", 0, 1) + struct.pack("<iQ", 1, 20) + bytes(40)
+    values = struct.pack("<iQ", 1, row) + window
+    assert len(values) == 12 + n * row
+    head = struct.pack("<III", slot_file.FILE_MAGIC, 3, n) + np.arange(3, 3 + n, dtype="<i4").tobytes()
+    base = struct.pack("<II", 1, n) + cells + struct.pack("<II", 0, 1) + keys
+    with pytest.raises(UnknownLayout, match="more than one way"):
+        slot_file.parse(memoryview(head + base + values))
+    other = bytearray(values)
+    other[12] = 2  # no cell of one sequence any more: values and nothing else
+    assert len(slot_file.parse(memoryview(head + base + bytes(other))).memory.base.streams) == 1

@@ -176,4 +176,44 @@ def mamba(path: Path, seed: int = 5) -> Path:
     return path
 
 
-MODELS: dict[str, Callable[[Path], Path]] = {f.__name__: f for f in (llama, qwen2vl, gemma3, lfm2, mamba)}
+def deepseek2(path: Path, seed: int = 6) -> Path:
+    """Two layers of latent attention, which keep one compressed row for keys and values."""
+    rope, latent, latent_q, plain, value = 16, 32, 24, 16, 16
+    out = _Writer(path, "deepseek2", 2, seed)
+    out.out.add_vocab_size(N_VOCAB)
+    out.out.add_feed_forward_length(_FF)
+    out.out.add_leading_dense_block_count(2)
+    out.out.add_expert_feed_forward_length(32)
+    out.out.add_expert_shared_count(1)
+    out.out.add_expert_count(0)
+    out.out.add_expert_used_count(0)
+    out.out.add_expert_weights_scale(1.0)
+    out.out.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)
+    out.out.add_head_count(_HEADS)
+    out.out.add_head_count_kv(1)
+    out.out.add_key_length(latent + rope)
+    out.out.add_value_length(latent)
+    out.out.add_key_length_mla(plain + rope)
+    out.out.add_value_length_mla(value)
+    out.out.add_kv_lora_rank(latent)
+    out.out.add_q_lora_rank(latent_q)
+    out.out.add_rope_dimension_count(rope)
+    out.out.add_rope_freq_base(10000.0)
+    out.norm("output_norm.weight")
+    out.tensor("output.weight", N_VOCAB, _D)
+    for i in range(2):
+        out.norm(f"blk.{i}.attn_norm.weight")
+        out.tensor(f"blk.{i}.attn_q_a.weight", latent_q, _D)
+        out.norm(f"blk.{i}.attn_q_a_norm.weight", latent_q)
+        out.tensor(f"blk.{i}.attn_q_b.weight", _HEADS * (plain + rope), latent_q)
+        out.tensor(f"blk.{i}.attn_kv_a_mqa.weight", latent + rope, _D)
+        out.norm(f"blk.{i}.attn_kv_a_norm.weight", latent)
+        out.tensor(f"blk.{i}.attn_k_b.weight", _HEADS, latent, plain)
+        out.tensor(f"blk.{i}.attn_v_b.weight", _HEADS, value, latent)
+        out.tensor(f"blk.{i}.attn_output.weight", _D, _HEADS * value)
+        out.feed_forward(i)
+    out.close()
+    return path
+
+
+MODELS: dict[str, Callable[[Path], Path]] = {f.__name__: f for f in (llama, qwen2vl, gemma3, lfm2, mamba, deepseek2)}
