@@ -76,12 +76,8 @@ def tokenizer_of(path: Path) -> Any:
         EngineError: the package `tokenizers` is not installed, or there is no tokenizer.
     """
     with needs("mlx"):
-        import tokenizers
-    file = path / "tokenizer.json" if path.is_dir() else path
-    try:
-        return tokenizers.Tokenizer.from_file(str(file))
-    except Exception as error:  # noqa: BLE001 - the package raises plain Exception
-        raise EngineError(f"{file} is no tokenizer: {error}") from None
+        from rewarm.adapters.tokenizer import load
+    return load(path)
 
 
 def serve_gateway(given: Mapping[str, Any]) -> None:
