@@ -19,5 +19,5 @@ def load(path: Path) -> Any:
     file = path / "tokenizer.json" if path.is_dir() else path
     try:
         return tokenizers.Tokenizer.from_file(str(file))
-    except Exception as error:  # the package raises plain Exception
+    except Exception as error:  # noqa: BLE001 - the package raises plain Exception
         raise EngineError(f"{file} is no tokenizer: {error}") from None
