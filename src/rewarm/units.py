@@ -34,7 +34,7 @@ def parse_bytes(text: str) -> int:
     if match is None or factor is None:
         raise ValueError(f"{text!r} is no size; write a number and a unit, such as 500 MB or 64 GiB")
     whole, _, fraction = match[1].partition(".")
-    scale = 10 ** len(fraction)
+    scale: int = 10 ** len(fraction)
     return (int(whole) * scale + int(fraction or 0)) * factor // scale
 
 
