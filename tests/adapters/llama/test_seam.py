@@ -229,7 +229,7 @@ def test_a_slot_that_is_handed_over_unsaved_is_saved_first(tmp_path: Path) -> No
         assert worker.actions()[-2:] == ["save", "/v1/chat/completions"]
         worker.settle(at_hand_over=True)
         back = worker.chat(FIRST, reply(first), SECOND, system=SYSTEM)
-        assert back["rewarm"]["disk_tokens"] > 0, back["rewarm"]
+        assert back["rewarm"]["disk_tokens"] > 0, json.dumps(back["rewarm"])
     assert list((tmp_path / "raw").iterdir()) == []
 
 

@@ -123,3 +123,37 @@ def _children(server: Process) -> list[str]:
     """The engine's process id: a child of any of the worker's threads."""
     tasks = Path(f"/proc/{server.process.pid}/task").iterdir()
     return [pid for task in tasks for pid in (task / "children").read_text().split()]
+
+
+@pytest.mark.parametrize("family", ["gemma3", "lfm2", "mamba"])
+def test_states_that_cannot_be_cut(family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sliding windows, hybrids, recurrent models: the same text after a restart, and a shared system prompt."""
+    pytest.importorskip("gguf")
+    import tiny_ggufs
+    from tiny_ggufs import MODELS
+
+    def vocabulary(writer: tiny_ggufs._Writer) -> None:
+        """The tiny models' own, with a token for the blank: their texts are tokenised here."""
+        add = writer.out.add_token_list
+        writer.out.add_token_list = lambda tokens: add([*tokens[:-1], "\u2581"])
+        plain(writer)
+
+    plain = tiny_ggufs._Writer._vocabulary
+    monkeypatch.setattr(tiny_ggufs._Writer, "_vocabulary", vocabulary)
+    tiny = MODELS[family](tmp_path / "tiny.gguf")
+    system, texts = "Answer in one short sentence. " * 5, ["Name a river.", "It is long.", "Name another."]
+    with Process(tiny, tmp_path / "log", *flags(tmp_path / "other")) as server:
+        first = server.chat(texts[0], system=system, max_tokens=12, ignore_eos=True)
+        assert cached(first) == 0, "what was evaluated for this request was counted as reused"
+        second = server.chat(texts[0], reply(first), texts[2], system=system, max_tokens=12, ignore_eos=True)
+        other = server.chat("Name a mountain.", system=system, max_tokens=12, ignore_eos=True)
+    with Process(tiny, tmp_path / "log", *flags(tmp_path / "kv")) as server:
+        assert reply(server.chat(texts[0], system=system, max_tokens=12, ignore_eos=True)) == reply(first)
+        assert server.terminate() == 0
+    with Process(tiny, tmp_path / "log", *flags(tmp_path / "kv")) as server:
+        shared = server.chat("Name a mountain.", system=system, max_tokens=12, ignore_eos=True)
+        assert shared["rewarm"]["disk_tokens"] == cached(shared) > len(system) // 2
+        assert reply(shared) == reply(other)
+        again = server.chat(texts[0], reply(first), texts[2], system=system, max_tokens=12, ignore_eos=True)
+        assert again["rewarm"]["disk_tokens"] == cached(again) > 0
+        assert reply(again) == reply(second)

@@ -158,7 +158,7 @@ class Handler(BaseHTTPRequestHandler):
         """A request that uses a slot which the server chooses, or that changes how it computes."""
         if route in CHAT | TEXT:
             # Without a cache only the report is added.
-            turn = Turn(NOT_READ, None, 0, 0, *tier.why_not)
+            turn = Turn(NOT_READ, reason=tier.why_not[0], detail=tier.why_not[1])
             self._pass(body, turn)
             return
         if route == "/lora-adapters":

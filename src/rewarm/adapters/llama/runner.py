@@ -32,7 +32,8 @@ _IDENTITY_WAIT_S = 5.0
 """At the start, before any request: how long to wait for the weights' hash."""
 
 _PAUSE_WAIT_S = 2.0
-_PROBE_TEXT = "Hello, world"
+_PROBE_TOKENS = [1, 2]
+"""Any two: every vocabulary has them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,6 +180,7 @@ class Runner:
             why = f"This server cannot save its slots, so requests are served uncached: {error or 'no room'}"
             log.warning("rewarm: %s", why)
             return Tier(self.engine, pool, None, (Reason.DISABLED, why))
+        pool.cut_anywhere = probed.cut_anywhere
         n_ctx = int(props.get("default_generation_settings", {}).get("n_ctx", 0)) or before.facts.n_ctx_train
         resolved = Resolved(self._build(props), probed.flash_attention, n_ctx)
         identity = before.identity(resolved)
@@ -196,10 +198,9 @@ class Runner:
 
     def _probe(self, files: SlotFiles) -> Probed:
         """Have two tokens evaluated and their slot saved, and look at the file."""
-        tokens = self.engine.ask("POST", "/tokenize", {"content": _PROBE_TEXT})["tokens"][:2]
-        wanted = {"prompt": tokens, "n_predict": 1, "id_slot": 0, "cache_prompt": False}
+        wanted = {"prompt": _PROBE_TOKENS, "n_predict": 1, "id_slot": 0, "cache_prompt": False}
         self.engine.ask("POST", "/completion", wanted)
-        raw = files.save(0, len(tokens))
+        raw = files.save(0, len(_PROBE_TOKENS))
         try:
             found, states = files.look(raw)
         except UnknownLayout as error:

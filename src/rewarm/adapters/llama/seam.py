@@ -48,6 +48,7 @@ class Turn:
         slot: held for it; None where the server chooses.
         n_disk: tokens that were restored for it.
         n_memory: tokens that the slot held before.
+        n_ours: tokens that were evaluated for it by a request of our own: not reused.
         reason: why not more.
         detail: the same as a sentence.
         restore_s: seconds spent on finding and restoring.
@@ -61,6 +62,7 @@ class Turn:
     slot: Slot | None = None
     n_disk: int = 0
     n_memory: int = 0
+    n_ours: int = 0
     reason: Reason = Reason.NOTHING_STORED
     detail: str = ""
     restore_s: float = 0.0
@@ -71,13 +73,14 @@ class Turn:
 
     def report(self) -> Report:
         """What the cache did, by the engine's own count of what it reused."""
-        cached = int(self.timings.get("cache_n", 0))
-        n_prompt = cached + int(self.timings.get("prompt_n", 0)) or len(self.prompt.tokens)
+        found = int(self.timings.get("cache_n", 0))
+        n_prompt = found + int(self.timings.get("prompt_n", 0)) or len(self.prompt.tokens)
+        cached = max(0, found - self.n_ours)
         n_disk = min(cached, self.n_disk)
         reason, detail = self.reason, self.detail
         if self.n_disk and cached < self.n_disk:
             reason, detail = Reason.UNAVAILABLE, "The server did not use the state that was restored."
-        elif cached and cached >= n_prompt - 1:
+        elif cached and found >= n_prompt - 1:
             reason, detail = Reason.HIT, ""
         return Report(cached, n_disk, cached - n_disk, n_prompt, reason.value, detail, round(self.restore_s, 6))
 
@@ -175,19 +178,21 @@ class Tier:
         """
         stored, start = self._stored, time.perf_counter()
         if stored is None:
-            return Turn(prompt, None, 0, 0, *self.why_not)
+            return Turn(prompt, reason=self.why_not[0], detail=self.why_not[1])
         if self._changed_identity and prompt.why_not is Reason.HIT:
             prompt = replace(prompt, why_not=Reason.DISABLED, detail="The LoRA scales were changed while it ran.")
         if prompt.why_not is not Reason.HIT:
             slot = self.pool.take(NO_TOKENS, 0, wanted)
-            turn = Turn(prompt, slot, 0, 0, prompt.why_not, prompt.detail)
+            turn = Turn(prompt, slot, reason=prompt.why_not, detail=prompt.detail)
             return self._holding(turn, lambda: self._clear(slot))
         n = len(prompt.tokens)
         match = stored.space.find(prompt.tokens, at_most=max(0, min(n, stored.n_ctx) - 1))
         slot = self.pool.take(prompt.tokens, match.n_tokens, wanted)
-        turn = Turn(prompt, slot, 0, 0, match.reason, explain(match.reason, match.detail))
+        turn = Turn(prompt, slot, reason=match.reason, detail=explain(match.reason, match.detail))
         self._holding(turn, lambda: self._prepare(stored, turn, slot, match))
         turn.restore_s = time.perf_counter() - start
+        if not stored.cut_anywhere:
+            self._holding(turn, lambda: self._stop_at_system_end(turn, slot))
         return turn
 
     def end(self, turn: Turn) -> None:
@@ -198,9 +203,12 @@ class Tier:
         prompt = turn.prompt
         if turn.sent and turn.status in (0, 200):
             # A request that was broken off leaves a part of its prompt; the slot's file will tell which.
+            slot.version += 1
             known = len(prompt.tokens) > 0 and prompt.why_not is Reason.HIT
+            n_same = n_common(slot.live, prompt.tokens) if known else 0
+            slot.points = tuple(point for point in slot.points if point <= n_same)
             slot.live = prompt.tokens if known else NO_TOKENS
-            slot.points, slot.n_system, slot.dirty = (), prompt.n_system, known
+            slot.n_system, slot.dirty = prompt.n_system, known
             slot.tainted = prompt.taint or ("The reply ran out of context" if turn.truncated else "")
             self._learn(turn)
         self.pool.release(slot)
@@ -218,7 +226,7 @@ class Tier:
         tokens = turn.prompt.tokens
         if slot.tainted:
             self._erase(slot)
-        n_live = min(slot.usable(tokens, cut_anywhere=stored.cut_anywhere), len(tokens) - 1)
+        n_live = min(slot.usable(tokens, stored.cut_anywhere), len(tokens) - 1)
         turn.n_memory = n_live
         if n_common(slot.live, tokens) < len(slot.live):
             # What it holds besides is lost now; it is saved if that has not been done.
@@ -230,8 +238,6 @@ class Tier:
                 turn.reason, turn.detail = Reason.NOT_WORTH_LOADING, explain(Reason.NOT_WORTH_LOADING, {})
         else:
             stored.cache.touch(match)
-        if not stored.cut_anywhere:
-            self._stop_at_system_end(turn, slot)
 
     def _load(self, stored: Stored, turn: Turn, slot: Slot, match: Match) -> None:
         """Restore a match into a slot; at a fault the slot is empty or as it was, and the reason told."""
@@ -271,10 +277,11 @@ class Tier:
         self.save(slot)
         wanted = {"prompt": tokens[:n].tolist(), "n_predict": 1, "temperature": 0, "id_slot": slot.id}
         try:
-            self._engine.ask("POST", "/completion", {**wanted, "cache_prompt": True}, timeout_s=_MAX_PREFILL_S)
+            answer = self._engine.ask("POST", "/completion", {**wanted, "cache_prompt": True}, timeout_s=_MAX_PREFILL_S)
         except Refused as error:
             log.debug("the system prompt could not be evaluated by itself: %s", error)
             return
+        turn.n_ours = int(answer.get("timings", {}).get("prompt_n", n))
         slot.forget()
         slot.live, slot.n_system, slot.dirty, slot.points = tokens[:n], n, True, (n,)
         self.save(slot)
@@ -365,10 +372,8 @@ class Tier:
             log.warning("rewarm: the model's files or scales have changed since the engine read them; not saved")
             return
         self._store(stored, found, unread)
-        slot = unread.slot
-        if slot.version == unread.version and not slot.held and not slot.tainted:
-            slot.live = found.tokens
-            slot.points = tuple(point.n_tokens for point in found.points)
+        points = tuple(point.n_tokens for point in found.points)
+        self.pool.learn(unread.slot, unread.version, found.tokens, points)
 
     def _store(self, stored: Stored, found: CodecState, unread: Unread) -> None:
         n, tokens = found.state.n_tokens, found.tokens

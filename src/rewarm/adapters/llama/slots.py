@@ -53,7 +53,7 @@ class Slot:
         self.version += 1
         self.live, self.points, self.dirty, self.tainted, self.n_system = NO_TOKENS, (), False, "", 0
 
-    def usable(self, tokens: Tokens, *, cut_anywhere: bool) -> int:
+    def usable(self, tokens: Tokens, cut_anywhere: bool) -> int:  # noqa: FBT001 - a property of the model
         """How many of `tokens` the server can reuse from what the slot holds."""
         n = n_common(self.live, tokens)
         if cut_anywhere or n == len(self.live):
@@ -73,9 +73,11 @@ class SlotPool:
 
     Args:
         n_slots: how many the server has.
+        cut_anywhere: whether the model's states may be cut at any token.
     """
 
-    def __init__(self, n_slots: int) -> None:
+    def __init__(self, n_slots: int, *, cut_anywhere: bool = True) -> None:
+        self.cut_anywhere = cut_anywhere
         self._slots = [Slot(number) for number in range(n_slots)]
         self._changed = threading.Condition()
         self._clock = 0
@@ -140,6 +142,12 @@ class SlotPool:
             slot.held = False
             self._changed.notify_all()
 
+    def learn(self, slot: Slot, version: int, live: Tokens, points: tuple[int, ...]) -> None:
+        """Note what an idle slot holds, as its file tells, unless it has been used since `version`."""
+        with self._changed:
+            if slot.version == version and not slot.held and not slot.tainted:
+                slot.live, slot.points = live, points
+
     def dirty(self) -> list[Slot]:
         """Slots that hold something unsaved, least recently used first."""
         with self._changed:
@@ -171,7 +179,7 @@ class SlotPool:
         idle = [slot for slot in self._slots if not slot.held]
         if not idle:
             return None
-        fits = {slot.id: 0 if slot.tainted else n_common(slot.live, tokens) for slot in idle}
+        fits = {slot.id: 0 if slot.tainted else slot.usable(tokens, self.cut_anywhere) for slot in idle}
         # Going on with what a slot holds loses little of it.
         going_on = [slot for slot in idle if fits[slot.id] * 2 >= len(slot.live) and fits[slot.id]]
         best = max(going_on or idle, key=lambda slot: (fits[slot.id], -slot.last_used))
