@@ -79,7 +79,9 @@ def test_unloading_in_a_reply_ends_it_with_words(running: Running) -> None:
         unloaded = running.client.post("/api/models/alpha/unload")
         rest = [line for line in lines if line]
     assert unloaded.json()["state"] == "stopped"
-    assert json.loads(rest[-1][6:])["error"]["code"] == "worker_failed"
+    error = json.loads(rest[-1][6:])["error"]
+    assert error["code"] == "worker_failed"
+    assert "The model was stopped." in error["message"]
 
 
 @needs_proc

@@ -78,4 +78,9 @@ def create_app(gateway: Gateway) -> FastAPI:
         wrong = "; ".join(f"{'.'.join(map(str, one['loc']))}: {one['msg']}" for one in error.errors())
         return Problem(400, f"The request makes no sense: {wrong}").response()
 
+    @app.exception_handler(Exception)
+    async def tell_fault(_: Request, error: Exception) -> JSONResponse:
+        # The trace goes to the log by itself; its words might quote what was sent, so the client gets the kind only.
+        return Problem(500, f"The gateway failed at this request: {type(error).__name__}.").response()
+
     return app

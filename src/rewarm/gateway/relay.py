@@ -172,9 +172,9 @@ async def lost(worker: Worker, error: Exception | None) -> Problem:
     """502: the worker ended in an answer, or broke it off."""
     ended = await worker.wait_if_ending()
     if ended is not None:
-        return worker_lost(f"The model's worker ended in the answer: {ended} The next request starts it again.")
+        return worker_lost(f"The answer was broken off; the next request starts the model again. {ended}")
     told = f" ({type(error).__name__})" if error else ""
-    return worker_lost(f"The worker of {worker.model.name} broke off the answer{told}. It still runs; ask again.")
+    return worker_lost(f"The worker of {worker.model.name} broke off the answer{told}. It still runs: ask again.")
 
 
 async def _client(worker: Worker) -> httpx.AsyncClient:

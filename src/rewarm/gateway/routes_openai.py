@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator, Coroutine
 from typing import Any, TypeVar
 
 from fastapi import APIRouter, Request
-from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.responses import Response, StreamingResponse
 
 from rewarm.gateway import relay
 from rewarm.gateway.guard import too_large
@@ -79,7 +79,8 @@ async def _complete(request: Request, workers: Workers, path: str, max_body_byte
     except ClientGone:
         return Response(status_code=499)
     answer.note()
-    return JSONResponse(body)
+    # As the worker wrote it: a log probability may be -Infinity, which stricter writers refuse.
+    return Response(json.dumps(body), media_type="application/json")
 
 
 class _Stream(StreamingResponse):

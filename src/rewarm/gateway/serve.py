@@ -39,7 +39,6 @@ def run(settings: Settings) -> None:
                 access_log=False,
                 server_header=False,
                 proxy_headers=False,
-                ws_max_size=2**20,
                 timeout_graceful_shutdown=_GRACE_S,
             )
         )

@@ -43,7 +43,7 @@ async def read_events(pieces: AsyncIterable[bytes]) -> AsyncIterator[Event]:
 
 def write_event(data: dict[str, Any]) -> bytes:
     """The bytes of an event that carries `data`."""
-    return b"data: " + json.dumps(data, ensure_ascii=False, separators=(",", ":")).encode() + b"\n\n"
+    return b"data: " + json.dumps(data, separators=(",", ":")).encode() + b"\n\n"
 
 
 def _event(block: bytes) -> Event:

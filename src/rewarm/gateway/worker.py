@@ -170,14 +170,17 @@ class Worker:
         """A connection breaks a moment before its process is gone: wait that moment.
 
         Returns:
-            How the process ended; None if it did not.
+            How the process ended, in a sentence; None if it did not.
         """
         if self._running is None:
-            return self._status.message or "it was stopped"
+            return self._how_it_ended()
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(timeout_s):
                 await asyncio.shield(self._running.tasks[-1])
-        return None if self._running is not None else self._status.message or "it was stopped"
+        return None if self._running is not None else self._how_it_ended()
+
+    def _how_it_ended(self) -> str:
+        return self._status.message if self._status.state is State.FAILED else "The model was stopped."
 
     # Starting.
 
