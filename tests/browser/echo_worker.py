@@ -102,7 +102,7 @@ class Handler(BaseHTTPRequestHandler):
         pause = 0.1 if asked.startswith("slow") else 0.005
         for done in range(0, len(words), max(1, len(words) // 4)):
             self.send(f": keepalive {done}/{len(words)}")
-            time.sleep(pause)
+            time.sleep(5 * pause)
         reply = {"markdown": MARKDOWN, "evil": EVIL}.get(asked.split()[0], f"You said: {asked}.")
         if asked.startswith("slow"):
             reply = " ".join(f"word{n}" for n in range(200))

@@ -209,8 +209,10 @@ def test_thinking_counts_as_the_first_token_and_is_not_shown() -> None:
 def test_roles_alternate_in_what_is_sent() -> None:
     conversation = Conversation("0" * 32, 0.0, system="Be brief.")
     conversation.messages = [
-        Message("user", "one"),
+        Message("user", "too long"),
         Message("assistant", "", error="failed"),
+        Message("user", "one"),
+        Message("assistant", "", note="Stopped"),
         Message("user", "two"),
         Message("assistant", "half", note="Stopped"),
         Message("user", "three"),

@@ -37,6 +37,8 @@ def report(disk: int = 0, memory: int = 0, prompt: int = 372, reason: str = "not
          "Restored 100 of 372 tokens from disk · the rest differs from what is stored · first token after 1.0 s"),
         (report(reason="diverged", detail="The prompt differs from what is stored from token 12 on."), None,
          "The prompt differs from what is stored from token 12 on"),
+        (report(reason="diverged", detail="The prompt differs from what is stored from token 0 on."), None,
+         "Nothing stored begins like this prompt"),
         (report(reason="unavailable", detail="The cache cannot be used now: no space."), None,
          "The cache cannot be used now: no space"),
         (report(reason="disabled", detail="x"), None, "The cache is off"),

@@ -43,7 +43,7 @@ class ChatPage:
             self._drawer = Drawer(self._chats, open_chat=self._open, new_chat=self._new, delete=self._delete)
             with element("div", "rw-page"):
                 self._build_header()
-                with element("main", "rw-scroll"), element("div", "rw-column"):
+                with element("section", "rw-scroll", aria_label="Chat"), element("div", "rw-column"):
                     self._build_system()
                     self._messages = Messages(self._again)
                 self._build_composer()

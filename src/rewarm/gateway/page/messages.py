@@ -16,7 +16,8 @@ _WELCOME = (
     "Everything stays on this machine. What the model has read is kept on disk: stop it, start it again, "
     "and the conversation goes on without being read anew."
 )
-_KEPT = "Your conversation is kept, and the gateway goes on."
+_KEPT = "Your conversation is kept. Try again, or go on with another message"
+_LEFT_OUT = ": this one is then left out."
 
 
 class Messages:
@@ -108,7 +109,7 @@ class _Drawn:
             with self._error:
                 self._error_title = text("", tag="strong")
                 self._error_words = text("", "rw-trouble-words", tag="div")
-                text(_KEPT, "rw-trouble-safe", tag="div")
+                self._safe = text("", "rw-trouble-safe", tag="div")
             with element("div", "rw-note"):
                 self._meter = element("span", "rw-meter rw-hidden", aria_hidden="true")
                 with self._meter:
@@ -129,6 +130,7 @@ class _Drawn:
         self._stage.classes(replace="rw-stage" if stage else "rw-stage rw-hidden")
         self._error_title.set_text("The reply broke off." if message.content else "There is no reply.")
         self._error_words.set_text(message.error)
+        self._safe.set_text(_KEPT + ("." if message.content else _LEFT_OUT))
         self._error.classes(replace="rw-trouble" if message.error else "rw-trouble rw-hidden")
         self._note.set_text(message.note)
         if message.share is not None:

@@ -220,12 +220,17 @@ class Chats:
 
 
 def prompt_of(conversation: Conversation) -> list[dict[str, str]]:
-    """The messages to send. Replies that never came are left out, so two messages of the user in a row are
-    joined: many chat templates demand that roles alternate.
+    """The messages to send.
+
+    A message that failed without a reply is left out: one that is too long would make all that follow fail.
+    One whose reply was stopped before its first word is joined with the next, since many chat templates
+    demand that roles alternate.
     """
     prompt = [{"role": "system", "content": conversation.system}] if conversation.system.strip() else []
-    for message in conversation.messages:
-        if not message.content:
+    messages = conversation.messages
+    for message, following in zip(messages, [*messages[1:], None], strict=True):
+        has_failed = following is not None and bool(following.error) and not following.content
+        if not message.content or has_failed:
             continue
         if prompt and prompt[-1]["role"] == message.role:
             prompt[-1]["content"] += "\n\n" + message.content

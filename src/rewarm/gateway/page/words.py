@@ -11,7 +11,7 @@ from rewarm.units import format_seconds
 
 _MISSES = {
     Reason.HIT: "Nothing was reused for this prompt",
-    Reason.DIVERGED: "The prompt differs from what is stored from its start on",
+    Reason.DIVERGED: "Nothing stored begins like this prompt",
     Reason.NOTHING_STORED: "Nothing stored for this prompt yet",
     Reason.NO_RESTORE_POINT: "Something is stored, but nothing that this prompt can go on from",
     Reason.EVICTED: "What was stored was evicted to make room",
@@ -90,6 +90,8 @@ def _reused(report: Mapping[str, Any]) -> list[str]:
 
 
 def _miss(reason: Reason | None, detail: str) -> str:
+    if reason is Reason.DIVERGED and "token 0 " in detail:
+        return _MISSES[reason]
     if detail and (reason is None or reason in _TELLING):
         return detail.rstrip(".") if len(detail) <= _DETAIL_CHARS else detail[: _DETAIL_CHARS - 1].rstrip() + "…"
     return _MISSES[reason or Reason.NOTHING_STORED]
