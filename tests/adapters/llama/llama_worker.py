@@ -148,6 +148,7 @@ class FakeWorker(Client):
         self._thread.join()
         self.runner.close(time.monotonic() + 20)
         self.cache.close()
+        self.runner.end()
         os.environ.pop("FAKE_BEHAVIOUR", None)
 
     def wait_for_pause(self) -> None:

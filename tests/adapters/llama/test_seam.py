@@ -194,6 +194,38 @@ def test_a_request_whose_slot_the_server_chooses_makes_it_unknown(tmp_path: Path
         assert again["rewarm"]["disk_tokens"] > 0, again["rewarm"]
 
 
+def test_a_forgotten_conversation_is_erased_from_its_slot_too(tmp_path: Path) -> None:
+    with FakeWorker(tmp_path, "--parallel", "1") as worker:
+        first = worker.chat(FIRST)
+        worker.settle()
+        (entry,) = worker.cache.entries()
+        worker.cache.forget(entry)
+        deadline = time.monotonic() + 20
+        while worker.actions()[-1] != "erase":
+            assert time.monotonic() < deadline, "the slot still holds it"
+            time.sleep(0.02)
+        assert worker.cache.entries() == []
+        again = worker.chat(FIRST, reply(first), SECOND)
+        assert cached(again) == 0
+        worker.settle()
+        assert [entry.boundary for entry in worker.cache.entries()] == ["assistant"], "sent again, it is a new one"
+
+
+def test_a_conversation_that_is_forgotten_during_a_reply_is_not_saved_by_it(tmp_path: Path) -> None:
+    with FakeWorker(tmp_path, "--parallel", "1") as worker, ThreadPoolExecutor(1) as threads:
+        first = worker.chat(FIRST)
+        worker.settle()
+        (entry,) = worker.cache.entries()
+        more = threads.submit(worker.chat, FIRST, reply(first), "SLOW", max_tokens=8)
+        while worker.runner.ensure().pool.n_held == 0:
+            time.sleep(0.01)
+        time.sleep(0.2)
+        worker.cache.forget(entry)
+        more.result()
+        worker.settle()
+        assert worker.cache.entries() == []
+
+
 def test_a_restore_that_the_server_refuses_is_served(tmp_path: Path) -> None:
     with FakeWorker(tmp_path) as worker:
         cold = worker.chat(FIRST, system=SYSTEM)

@@ -112,7 +112,7 @@ class Engine:
     Args:
         program: what to run.
         flags: the user's.
-        raw: where it saves slots; None for an engine that saves none.
+        raw: where it saves slots; None for an engine that saves none, and runs as the user's flags say.
 
     Attributes:
         port: of the running process.
@@ -237,9 +237,10 @@ class Engine:
     def _launch(self) -> None:
         self._hang_up()
         self.port = _free_port()
-        command = [*self._program.command, *self._flags.passed_on(), *added(self._flags, self._program.flags)]
+        command = [*self._program.command, *self._flags.passed_on()]
         command += ["--host", HOST, "--port", str(self.port)]
         if self._raw is not None and "--slot-save-path" in self._program.flags:
+            command += added(self._flags, self._program.flags)
             # The server puts file names right behind it.
             command += ["--slot-save-path", f"{self._raw}{os.sep}"]
         elif given := self._flags.value("--slot-save-path"):

@@ -24,6 +24,7 @@ from rewarm.adapters.llama.slots import SlotPool
 from rewarm.cache.model_files import NoIdentity
 from rewarm.cache.prefix_cache import PrefixCache
 from rewarm.errors import EngineError
+from rewarm.state.chain import Key
 from rewarm.state.reason import Reason
 
 log = logging.getLogger(__name__)
@@ -87,6 +88,8 @@ class Runner:
         self._threads: list[threading.Thread] = []
         if self._why_not[1]:
             log.warning("rewarm: %s", self._why_not[1])
+        if cache is not None and self._caches:
+            cache.on_forget(self._forget)
 
     @property
     def caches(self) -> bool:
@@ -136,7 +139,7 @@ class Runner:
         self._wake.set()
 
     def close(self, deadline: float) -> None:
-        """Save what idle slots hold, store it, and end the engine; until `deadline` (monotonic) at most."""
+        """Have what idle slots hold saved, and hand it to the cache; until `deadline` (monotonic) at most."""
         self._closed = True
         self._wake.set()
         tier = self._tier
@@ -148,6 +151,9 @@ class Runner:
             tier.unread.put(None)
         for thread in self._threads:
             thread.join(max(0.0, deadline - time.monotonic()))
+
+    def end(self) -> None:
+        """End the engine; nothing is served or saved any more."""
         self.engine.stop()
         if self._raw is not None:
             self._raw.close()
@@ -226,11 +232,22 @@ class Runner:
         while not self._closed and self._tier is tier:
             self._wake.wait()
             self._wake.clear()
+            try:
+                tier.erase_forgotten()
+            except EngineGone:
+                continue
             if self._closed or self._raw is None or not self._raw.in_memory:
                 continue
             while tier.pool.dirty() and not self._closed and self.engine.is_alive and self._tier is tier:
                 if tier.pool.wait_for_pause(_PAUSE_WAIT_S) and not self._closed and tier.save_idle():
                     time.sleep(_PAUSE_WAIT_S)  # not now: no room, or a request came in between
+
+    def _forget(self, keys: frozenset[Key]) -> None:
+        """On the cache's thread: a conversation has been forgotten."""
+        tier = self._tier
+        if tier is not None:
+            tier.forget(keys)
+            self._wake.set()
 
     def _read(self, tier: Tier) -> None:
         """The reader's thread: takes raw files apart, in the order in which they were written."""

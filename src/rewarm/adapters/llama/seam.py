@@ -25,6 +25,7 @@ from rewarm.adapters.reports import Report, explain
 from rewarm.cache.identity import Identity
 from rewarm.cache.namespace import Match, Namespace
 from rewarm.cache.prefix_cache import PrefixCache
+from rewarm.state.chain import Key
 from rewarm.state.reason import Boundary, Reason
 from rewarm.state.sequence import Rows, SequenceState
 
@@ -34,6 +35,9 @@ _MIN_DEADLINE_S = 1.0
 _MAX_DEADLINE_S = 30.0
 _REPLY_TOKENS = 1024
 """Allowed for in the room that a save needs: the reply's length is not known before."""
+
+FORGOTTEN = "What it holds has been forgotten"
+"""The taint of a slot that is to be erased at once."""
 
 _MIN_SYSTEM_TOKENS = 64
 """Shorter system prompts are not worth a request of their own."""
@@ -95,6 +99,7 @@ class Unread:
         version: the slot's at the save.
         n_prompt: tokens of the prompt that the slot last served.
         n_system: where its system prompt ends.
+        n_forgets: how often conversations had been forgotten by then.
     """
 
     file: RawFile
@@ -102,6 +107,7 @@ class Unread:
     version: int
     n_prompt: int
     n_system: int
+    n_forgets: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,6 +159,7 @@ class Tier:
         self._changed_identity = False
         self._reading = threading.Lock()
         self._n_unread = 0
+        self._forgets: list[frozenset[Key]] = []
 
     @property
     def is_cached(self) -> bool:
@@ -209,7 +216,11 @@ class Tier:
             slot.points = tuple(point for point in slot.points if point <= n_same)
             slot.live = prompt.tokens if known else NO_TOKENS
             slot.n_system, slot.dirty = prompt.n_system, known
-            slot.tainted = prompt.taint or ("The reply ran out of context" if turn.truncated else "")
+            forgotten = slot.tainted == FORGOTTEN
+            slot.dirty = slot.dirty and not forgotten
+            slot.tainted = (
+                FORGOTTEN if forgotten else prompt.taint or ("The reply ran out of context" if turn.truncated else "")
+            )
             self._learn(turn)
         self.pool.release(slot)
 
@@ -319,6 +330,27 @@ class Tier:
         self._changed_identity = True
         self.pool.forget_all(taint="The LoRA scales were changed while it ran")
 
+    # Forgetting.
+
+    def forget(self, keys: frozenset[Key]) -> None:
+        """A conversation has been forgotten: what slots hold of it is not saved, and `erase_forgotten` erases it."""
+        stored = self._stored
+        if stored is None:
+            return
+        self._forgets.append(keys)
+        for slot in self.pool.all():
+            version, live = slot.version, slot.live
+            if len(live) and stored.space.holds_any(keys, live):
+                self.pool.taint(slot, version, FORGOTTEN)
+
+    def erase_forgotten(self) -> None:
+        """Erase the idle slots that hold something forgotten."""
+        for slot in self.pool.all():
+            if slot.tainted == FORGOTTEN:
+                with self.pool.saving(slot) as free:
+                    if free:
+                        self._erase(slot)
+
     # Saving.
 
     def save_idle(self) -> int:
@@ -353,7 +385,7 @@ class Tier:
         with self._reading:
             self._n_unread += 1
         slot.dirty = False
-        self.unread.put(Unread(file, slot, slot.version, len(slot.live), slot.n_system))
+        self.unread.put(Unread(file, slot, slot.version, len(slot.live), slot.n_system, len(self._forgets)))
 
     def keep(self, unread: Unread) -> None:
         """Take a raw file apart and store what is new in it. Waits for no disk but the raw folder's."""
@@ -371,6 +403,8 @@ class Tier:
         if self._changed_identity or not stored.before.unchanged():
             log.warning("rewarm: the model's files or scales have changed since the engine read them; not saved")
             return
+        if any(stored.space.holds_any(keys, found.tokens) for keys in self._forgets[unread.n_forgets :]):
+            return  # forgotten while it waited
         self._store(stored, found, unread)
         points = tuple(point.n_tokens for point in found.points)
         self.pool.learn(unread.slot, unread.version, found.tokens, points)

@@ -104,6 +104,7 @@ def serve(program: Program, given: Flags, options: argparse.Namespace) -> NoRetu
     runner.close(deadline - 1.0)
     if cache is not None:
         cache.close(timeout=max(0.5, deadline - time.monotonic()))
+    runner.end()
     logging.shutdown()
     sys.stdout.flush()
     sys.stderr.flush()

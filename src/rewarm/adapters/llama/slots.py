@@ -148,6 +148,19 @@ class SlotPool:
             if slot.version == version and not slot.held and not slot.tainted:
                 slot.live, slot.points = live, points
 
+    def taint(self, slot: Slot, version: int, why: str) -> None:
+        """What a slot holds must not be reused nor saved, unless it has been used since `version`.
+
+        A request that holds the slot goes on; what it leaves is tainted all the same.
+        """
+        with self._changed:
+            if slot.version == version:
+                slot.tainted, slot.dirty = why, False
+
+    def all(self) -> list[Slot]:
+        """Every slot."""
+        return list(self._slots)
+
     def dirty(self) -> list[Slot]:
         """Slots that hold something unsaved, least recently used first."""
         with self._changed:
