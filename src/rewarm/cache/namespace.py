@@ -6,6 +6,7 @@ It knows plans and records, not files or SQL, and is used from any thread.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import math
 import time
@@ -137,6 +138,11 @@ class Namespace:
     def _chain(self, fingerprint: bytes, layout: Layout, tokens: Tokens) -> Chain:
         size = self._store.block_tokens
         return Chain(root_key(size, fingerprint, layout.digest, self._tenant), tokens, size)
+
+    def heed(self) -> None:
+        """Take note of what any process has forgotten since: for adapters, before their engine's memory is asked."""
+        with contextlib.suppress(IndexFault, TimeoutError):
+            self._writer.heed()
 
     def holds_any(self, keys: Collection[Key], tokens: Iterable[int] | Tokens) -> bool:
         """Whether the state after `tokens` goes through one of `keys`: for adapters, when they are told to forget."""

@@ -14,12 +14,21 @@ from typing import Any
 import pytest
 from serving import Server, messages, reply
 
+import rewarm
+
 Serve = Callable[..., Server]
 
 pytestmark = pytest.mark.engine
 
 SYSTEM = "You answer in one short sentence. " + "Never repeat the question and never add a note to the answer. " * 24
 """Longer than a block of 256 tokens."""
+
+
+def eventually(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 20
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
 
 
 def cached(answer: dict[str, Any]) -> int:
@@ -78,6 +87,19 @@ def test_a_second_conversation_shares_the_system_prompt(tiny_model: Path, serve:
     assert cached(other) > 256
     assert other["rewarm"]["reason"] == "diverged"
     assert sorted((tmp_path / "kv").rglob("*.block")) == blocks
+
+
+def test_what_is_forgotten_leaves_the_engines_memory_too(tiny_model: Path, serve: Serve, tmp_path: Path) -> None:
+    """Another process forgets the conversation while the worker still holds it."""
+    with serve(tiny_model) as server:
+        first = server.chat("Tell me a secret. " * 20)
+        assert cached(server.chat("Tell me a secret. " * 20)) == first["usage"]["prompt_tokens"] - 1
+        with rewarm.open(tmp_path / "kv") as cache:
+            eventually(lambda: bool(cache.entries()))
+            cache.clear()
+            assert cache.entries() == []
+        again = server.chat("Tell me a secret. " * 20)
+        assert (cached(again), again["rewarm"]["reason"]) == (0, "nothing_stored")
 
 
 def test_one_tail_a_turn(tiny_model: Path, serve: Serve, tmp_path: Path) -> None:

@@ -62,6 +62,10 @@ class DiskTier:
         self._model = model
         self._told: set[str] = set()
 
+    def heed(self) -> None:
+        """Hear what was forgotten since: before the engine's memory is asked."""
+        self._space.heed()
+
     def restore(self, tokens: Sequence[int], *, at_most: int, longer_than: int = 0) -> Restored:
         """The longest stored prefix of `tokens`, up to `at_most`, if it is longer than `longer_than`.
 

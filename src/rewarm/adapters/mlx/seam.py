@@ -133,9 +133,28 @@ class StoredPromptCache(engine.LRUPromptCache):
         self._prompts: deque[list[int]] = deque(maxlen=_IN_FLIGHT)
         self._report = Report()
         self._context: Any = None
+        self._to_forget = threading.Event()
+
+    def forget_soon(self, _: object) -> None:
+        """A conversation was forgotten (any thread): hold nothing more, from the generation thread's next look on.
+
+        All of it, not only what was forgotten: the rest comes back from disk when it is asked for.
+        """
+        self._to_forget.set()
+
+    def let_go(self) -> None:
+        """On the generation thread: hold nothing more of what was to be forgotten."""
+        if self._to_forget.is_set():
+            self._to_forget.clear()
+            self._prompts.clear()
+            self.trim_to(n_sequences=0)
 
     def fetch_nearest_cache(self, model: Any, tokens: list[int]) -> tuple[list[Any] | None, list[int]]:
         """The longest known prefix's caches and the rest of `tokens`, of at least `keep_rest` tokens."""
+        loaded = self._provider.loaded
+        if loaded is not None and loaded.tier is not None:
+            loaded.tier.heed()
+        self.let_go()
         at_most = max(0, len(tokens) - self.keep_rest)
         caches, rest = super().fetch_nearest_cache(self._key(model), tokens)
         n_memory = len(tokens) - len(rest)
@@ -259,6 +278,7 @@ class ResponseGenerator(engine.ResponseGenerator):
             raise
 
     def _next_request(self, timeout: float | None = None) -> Any:
+        self.prompt_cache.let_go()
         request = super()._next_request(timeout)
         if request is None:
             return None

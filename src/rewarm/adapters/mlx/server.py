@@ -74,6 +74,8 @@ def serve(host: str, port: int, cli_args: Any, options: argparse.Namespace) -> N
     cache, why_not = open_cache(options)
     provider = ModelProvider(cli_args, cache, why_not)
     prompt_cache = StoredPromptCache(cli_args.prompt_cache_size, provider)
+    if cache is not None:
+        cache.on_forget(prompt_cache.forget_soon)
     failures: list[str] = []
     secret = os.environ.get(SECRET_VARIABLE) or None
     server = _listen(host, port, lambda *args: Handler(generator, *args, secret=secret))
