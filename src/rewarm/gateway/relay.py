@@ -33,7 +33,7 @@ class Answer:
     """A worker's answer, its status line read and its body still to come.
 
     Attributes:
-        ttft_s: seconds from sending the request to the first token; None until it came.
+        ttft_s: seconds from sending the request to the first token of a stream; None until it came.
         report: the worker's object `rewarm`; None until it came.
     """
 
@@ -61,7 +61,6 @@ class Answer:
             await self._response.aclose()
         if not isinstance(body, dict):
             raise worker_lost(f"The worker of {name} sent an answer that is no object.")
-        self.ttft_s = time.monotonic() - self._sent_at
         return self._public(body)
 
     async def events(self) -> AsyncGenerator[Event, None]:
@@ -100,11 +99,14 @@ class Answer:
         said, name = self.report, self._worker.model.name
         if said is None:
             return
+        # An answer that is not streamed comes as a whole: nobody knows when its first token was there.
+        took_s = time.monotonic() - self._sent_at
         log.info(
-            "%s: %s of %s prompt tokens restored (%s from disk, %s from memory; %s), first token after %.2f s",
+            "%s: %s of %s prompt tokens restored (%s from disk, %s from memory; %s), %s after %.2f s",
             name,
             *(said.get(key) for key in ("cached_tokens", "prompt_tokens", "disk_tokens", "memory_tokens", "reason")),
-            self.ttft_s or 0.0,
+            "answered" if self.ttft_s is None else "first token",
+            took_s if self.ttft_s is None else self.ttft_s,
         )
 
     async def aclose(self) -> None:

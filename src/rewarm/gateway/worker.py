@@ -237,7 +237,7 @@ class Worker:
     async def _spawn(self, path: Path) -> _Process:
         secret, port = secrets.token_urlsafe(32), _free_port()
         # Held open and never written: its end tells the worker that this gateway is gone, however it went.
-        # Not asyncio's own, which is a socket here and a pipe there.
+        # Not asyncio's own, which is a socket on some systems, and a worker watches a pipe only.
         input_, leash = os.pipe()
         try:
             process = await asyncio.create_subprocess_exec(

@@ -37,6 +37,8 @@ _THEN = {
 }
 _TELLING = {Reason.DIVERGED, Reason.NO_RESTORE_POINT, Reason.IDENTITY_CHANGED, Reason.UNAVAILABLE}
 _DETAIL_CHARS = 110
+# Two prompts share a few tokens of the chat template at least: to a person that is a miss.
+_FEW = 0.05
 _STATES = {
     State.STOPPED: ("Not loaded", "idle"),
     State.LOADING: ("Loading", "busy"),
@@ -78,6 +80,8 @@ def _reused(report: Mapping[str, Any]) -> list[str]:
     reason, detail = _reason(report.get("reason")), str(report.get("detail") or "").strip()
     if n_cached <= 0:
         return [_miss(reason, detail)]
+    if reason is Reason.DIVERGED and n_cached < n_prompt * _FEW:
+        return [f"Differs from what is stored from token {n_cached:,} on"]
     of_prompt = f"of {_tokens(n_prompt)}"
     if n_disk and n_memory:
         line = f"Reused {n_cached:,} {of_prompt}: {n_disk:,} from disk, {n_memory:,} still in memory"
