@@ -7,6 +7,7 @@ asked in `DIR/asked.jsonl`, "restores" prompts that it has seen, and does what a
     SLOW              a tenth of a second between words, without end
     HANG              no answer at all until the client leaves, then `DIR/left` appears
     DIE, DIE LATER    the process ends before the answer, or in its middle
+    FAIL LATER        the engine fails in the answer's middle, and says so
     REFUSE            400, as mlx-lm says it
 
 The model's folder may hold `behave.json`: {"start": "fail" | "hang"}, {"end": "ignore"}.
@@ -76,6 +77,9 @@ class Handler(BaseHTTPRequestHandler):
             self._chunk(asked, {"content": word + " "}, None)
             if "DIE LATER" in last:
                 os._exit(9)
+            if "FAIL LATER" in last:
+                self._write('data: {"error": {"message": "The engine failed: RuntimeError: no memory"}}\n\n')
+                return
             if "SLOW" in last:
                 time.sleep(0.1)
         self._chunk(asked, {}, "stop")

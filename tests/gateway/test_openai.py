@@ -235,6 +235,13 @@ def test_a_worker_that_ends_in_a_stream_is_told_in_the_stream(running: Running) 
             list(client.chat.completions.create(model="alpha", messages=messages, stream=True))
 
 
+def test_an_engine_that_fails_in_a_stream_has_the_last_word(running: Running) -> None:
+    *_, last, empty = running.chat("FAIL LATER", stream=True).text.split("\n\n")
+    assert json.loads(last[6:]) == {"error": {"message": "The engine failed: RuntimeError: no memory"}}
+    assert empty == ""
+    assert running.state()["state"] == "ready"
+
+
 def test_a_worker_that_was_killed_between_requests_is_not_noticed(running: Running) -> None:
     running.chat("x")
     pid = running.state()["pid"]

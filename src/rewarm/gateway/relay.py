@@ -80,6 +80,8 @@ class Answer:
                 data = self._public(event.data)
                 if self._is_usage_asked or data.get("choices") or "usage" not in data:
                     yield Event(write_event(data), data)
+                if "error" in data:
+                    return  # the worker's own last word
             problem = await self._lost(None)
         except httpx.HTTPError as error:
             problem = await self._lost(error)
