@@ -80,6 +80,8 @@ class Served:
             raise
         finally:
             self._process = None
+        said = self._log.read_text()
+        assert "Traceback" not in said, said
 
 
 class Page:

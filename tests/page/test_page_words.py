@@ -39,6 +39,7 @@ def report(disk: int = 0, memory: int = 0, prompt: int = 372, reason: str = "not
          "The prompt differs from what is stored from token 12 on"),
         (report(reason="diverged", detail="The prompt differs from what is stored from token 0 on."), None,
          "Nothing stored begins like this prompt"),
+        (report(memory=6, reason="diverged"), None, "Differs from what is stored from token 6 on"),
         (report(reason="unavailable", detail="The cache cannot be used now: no space."), None,
          "The cache cannot be used now: no space"),
         (report(reason="disabled", detail="x"), None, "The cache is off"),

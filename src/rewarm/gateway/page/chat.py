@@ -38,8 +38,8 @@ class ChatPage:
         """Draw the page, and keep it true from now on."""
         self._views = list(self._models.views())
         self._model = self._model_of(self._chat)
-        app = element("div", "rw-app")
-        with app:
+        self._client = ui.context.client
+        with element("div", "rw-app"):
             self._drawer = Drawer(self._chats, open_chat=self._open, new_chat=self._new, delete=self._delete)
             with element("div", "rw-page"):
                 self._build_header()
@@ -123,7 +123,8 @@ class ChatPage:
         self._model = self._model_of(chat)
         self._select.props["value"] = self._model
         self._refresh()
-        ui.run_javascript("window.rewarm.closeDrawer(); window.rewarm.focus();")
+        # Not of the element that was clicked: the list that it stood in has been drawn anew.
+        self._client.run_javascript("window.rewarm.closeDrawer(); window.rewarm.focus();")
 
     def _new(self) -> None:
         model = self._model
