@@ -159,6 +159,7 @@ def test_conversations_are_begun_opened_and_deleted(served: Any, open_page: Open
     page.page.get_by_role("button", name="Delete “second one”").click()
     page.page.get_by_role("button", name="Delete", exact=True).click()
     expect(items).to_have_text(["first one"])
+    expect(page.page.locator(".rw-item")).to_have_count(1)
     page.page.locator(".rw-item").hover()
     page.page.get_by_role("button", name="Delete “first one”").click()
     page.page.get_by_role("button", name="Keep").click()
