@@ -251,3 +251,13 @@ def test_b093_b094_an_empty_state_is_not_stored(driver: Driver) -> None:
     assert (match.n_tokens, match.reason) == (0, rewarm.Reason.HIT)
     state = driver.namespace().restore(match)
     assert (state.n_tokens, state.tensors) == (0, {})
+
+
+def test_a_save_on_an_entrys_path_leaves_nothing_that_no_entry_owns(tmp_path: Path) -> None:
+    driver = Driver(tmp_path / "rows", FakeEngine(layers=LAYERS["rows"]))
+    save(driver, list(range(11)))
+    before = on_disk(driver.root).records
+    save(driver, list(range(6)), "user")
+    assert on_disk(driver.root).records == before
+    assert driver.restore([*range(6), 99]).n_tokens == 6
+    driver.close()

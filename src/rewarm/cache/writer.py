@@ -396,10 +396,12 @@ class Writer:
         return outcome.dropped or dropped
 
     def _spared(self) -> set[Key]:
+        """What goes only when nothing else is left: what was just found, and what waiting saves build on."""
         now = time.monotonic()
         with self._changed:
             self._wanted = {path: until for path, until in self._wanted.items() if until > now}
-            return {key for path in self._wanted for key in path}
+            waiting = [job.save.path for job in self._queue if job.save is not None]
+        return {key for path in (*self._wanted, *waiting) for key in path}
 
     def _store_notes(self) -> None:
         with self._changed:

@@ -74,6 +74,9 @@ class Committer:
         outcome = Outcome()
         move = self.entries.decide(save.chain, save.boundary, save.label)
         drafts = save.drafts
+        if move.id is None and save.layout.rows_only:
+            # It lies on an entry's path, where rows can be cut: no entry would ever let go of a point there.
+            drafts = tuple(draft for draft in drafts if not draft.name.is_point)
         while drafts and outcome.dropped is None:
             n, nbytes = 1, drafts[0].nbytes
             while n < min(len(drafts), BATCH_FILES) and nbytes + drafts[n].nbytes <= BATCH_NBYTES:

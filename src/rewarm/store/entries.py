@@ -311,7 +311,7 @@ class Entries:
                     created_s=row[6],
                     matched_s=row[7],
                     hits=int(row[8]),
-                    nbytes=self._index.path_nbytes([*path]),
+                    nbytes=self._index.path_nbytes([*path.union(own)]),
                     own_nbytes=self._index.path_nbytes(own),
                 )
             )
