@@ -125,9 +125,11 @@ class Page:
         return self.page.get_by_role("button", name=re.compile(name)).locator("visible=true")
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def browser() -> Iterator[Any]:
-    """Headless Chromium of the machine."""
+    """Headless Chromium of the machine. No longer than a module: Playwright keeps an event loop running on this
+    thread, and other tests run loops of their own.
+    """
     found = next((path for name in BROWSERS if (path := shutil.which(name))), None)
     if found is None:
         pytest.skip(f"needs a browser: none of {', '.join(BROWSERS)} is installed")
