@@ -19,12 +19,14 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import httpx
 
 from rewarm.errors import EngineError
 from rewarm.gateway.models import Model
+
+T = TypeVar("T")
 
 SECRET_VARIABLE = "REWARM_WORKER_SECRET"  # noqa: S105
 HOST = "127.0.0.1"
@@ -133,32 +135,32 @@ class Worker:
         Raises:
             EngineError: it could not be started; says why, with its last words.
         """
-        while self._stopping is not None:
-            await asyncio.shield(self._stopping)
-        if self._starting is None and self._running is not None and self._status.state is State.READY:
-            return self._running.client
-        if self._starting is None:
-            self._starting = asyncio.create_task(self._start())
-            self._starting.add_done_callback(self._started)
+        while (stopping := _going_on(self._stopping)) is not None:
+            await asyncio.wait([stopping])
+        starting = _going_on(self._starting)
+        if starting is None:
+            if self._running is not None and self._status.state is State.READY:
+                return self._running.client
+            self._starting = starting = asyncio.create_task(self._start())
+            starting.add_done_callback(_look_at)
         try:
-            return await asyncio.shield(self._starting)
+            return await asyncio.shield(starting)
         except asyncio.CancelledError:
-            if self._starting is not None and not self._starting.cancelled():
-                raise  # it is the one who waits that was cancelled
             task = asyncio.current_task()
-            if task is not None and task.cancelling():
-                raise
+            if not starting.cancelled() or (task is not None and task.cancelling()):
+                raise  # it is the one who waits that was cancelled
             raise EngineError(f"The model {self.model.name} was stopped while it was being loaded.") from None
 
     async def stop(self) -> None:
         """End the process, if there is one, and wait until it is gone; what it holds is written first."""
-        if self._stopping is None:
-            if self._running is None and self._starting is None:
+        stopping = _going_on(self._stopping)
+        if stopping is None:
+            if self._running is None and _going_on(self._starting) is None:
                 self._set(State.STOPPED)
                 return
-            self._stopping = asyncio.create_task(self._stop())
-            self._stopping.add_done_callback(self._stopped)
-        await asyncio.shield(self._stopping)
+            self._stopping = stopping = asyncio.create_task(self._stop())
+            stopping.add_done_callback(_look_at)
+        await asyncio.shield(stopping)
 
     def kill(self) -> None:
         """End the process at once; for the gateway's last moment, when no event loop runs any more."""
@@ -281,11 +283,6 @@ class Worker:
             await asyncio.sleep(_POLL_S)
         raise EngineError(self._told(f"could not answer within {self._launch.start_timeout_s:.0f} s"))
 
-    def _started(self, task: asyncio.Task[httpx.AsyncClient]) -> None:
-        self._starting = None
-        if not task.cancelled():
-            task.exception()  # seen by those who waited, or by nobody: `status` has it
-
     # Running.
 
     async def _read_log(self, process: asyncio.subprocess.Process, secret: str) -> None:
@@ -318,17 +315,12 @@ class Worker:
     # Ending.
 
     async def _stop(self) -> None:
-        if self._starting is not None:
-            self._starting.cancel()
-            await asyncio.wait([self._starting])
+        if (starting := _going_on(self._starting)) is not None:
+            starting.cancel()
+            await asyncio.wait([starting])
         self._set(State.STOPPING, "writing what it holds, then ending")
         await self._give_up()
         self._set(State.STOPPED)
-
-    def _stopped(self, task: asyncio.Task[None]) -> None:
-        self._stopping = None
-        if not task.cancelled():
-            task.exception()
 
     async def _give_up(self) -> None:
         """End the process, if any: SIGTERM, so that it writes what it holds, and SIGKILL when it does not go."""
@@ -360,6 +352,17 @@ class Worker:
         lines = self.log_tail[-_TOLD_LINES:]
         words = "\n  ".join(["Its last words:", *lines]) if lines else "It printed nothing."
         return f"The worker of {self.model.name} {what}. {words}"
+
+
+def _going_on(task: asyncio.Task[T] | None) -> asyncio.Task[T] | None:
+    """`task` while it is not done. Asked of the task itself: what its callbacks note comes a moment later."""
+    return None if task is None or task.done() else task
+
+
+def _look_at(task: asyncio.Task[Any]) -> None:
+    """Take note of how a task ended that perhaps nobody waits for any more; `status` tells it."""
+    if not task.cancelled():
+        task.exception()
 
 
 def _ending(process: asyncio.subprocess.Process) -> str:
