@@ -152,6 +152,8 @@ class Handler(BaseHTTPRequestHandler):
                 slot.cut(0)
                 self._json(200, {"id_slot": number, "n_erased": 0})
             elif action == "save":
+                if self.server.behaviour.get("saves_slowly"):
+                    time.sleep(0.5)
                 n = slot.write(path)
                 answer = {"n_saved": len(slot.tokens), "n_written": n, "timings": {"save_ms": 0.5}}
                 self._json(200, {"id_slot": number, **answer})

@@ -302,6 +302,13 @@ def test_images_and_several_replies_are_served_uncached(tmp_path: Path) -> None:
         assert worker.cache.entries() == []
 
 
+def test_a_prompt_that_does_not_fit_is_left_to_the_server(tmp_path: Path) -> None:
+    with FakeWorker(tmp_path) as worker:
+        answer = worker.chat("x" * 5000)
+        assert answer["rewarm"]["reason"] == "disabled"
+        assert "id_slot" not in worker.bodies("/v1/chat/completions")[0]
+
+
 def test_a_client_may_name_its_slot(tmp_path: Path) -> None:
     with FakeWorker(tmp_path, "--parallel", "3") as worker:
         worker.chat(FIRST, id_slot=2)

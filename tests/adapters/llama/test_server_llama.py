@@ -84,6 +84,25 @@ def test_sigterm_saves_and_ends_everything(tmp_path: Path, binary: Path) -> None
         assert server.request("GET", "/health", Authorization="")[0] == 401
 
 
+def test_what_was_said_a_moment_before_the_end_is_kept(tmp_path: Path) -> None:
+    for i in range(4):
+        with FakeWorker(tmp_path) as worker:
+            worker.chat(f"Conversation {i}.", system=SYSTEM)
+    with FakeWorker(tmp_path) as worker:
+        assert sum(entry.boundary == "assistant" for entry in worker.cache.entries()) == 4
+
+
+def test_a_save_in_progress_at_the_end_is_kept(tmp_path: Path) -> None:
+    with FakeWorker(tmp_path, behaviour={"saves_slowly": True}) as worker:
+        worker.chat("Hello.", system=SYSTEM)
+        deadline = time.monotonic() + 20
+        while not any(slot.saving for slot in worker.runner.ensure().pool.all()):
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+    with FakeWorker(tmp_path) as worker:
+        assert "assistant" in [entry.boundary for entry in worker.cache.entries()]
+
+
 def test_no_engine_outlives_a_killed_worker(tmp_path: Path, binary: Path) -> None:
     model = write_gguf(tmp_path / "model.gguf")
     with Process(model, tmp_path / "log", *arguments(tmp_path, binary)) as server:

@@ -157,3 +157,20 @@ def test_states_that_cannot_be_cut(family: str, tmp_path: Path, monkeypatch: pyt
         again = server.chat(texts[0], reply(first), texts[2], system=system, max_tokens=12, ignore_eos=True)
         assert again["rewarm"]["disk_tokens"] == cached(again) > 0
         assert reply(again) == reply(second)
+
+
+def test_quantised_kv_and_another_context_slots_and_batch(model: Path, tmp_path: Path) -> None:
+    kv = ["-ctk", "q8_0", "-ctv", "q8_0", "-fa", "on"]
+    with Process(model, tmp_path / "log", *flags(tmp_path / "other", *kv)) as server:
+        first = server.chat(FIRST, system=SYSTEM, max_tokens=12)
+        second = server.chat(FIRST, reply(first), SECOND, system=SYSTEM, max_tokens=12)
+    with Process(model, tmp_path / "log", *flags(tmp_path / "kv", *kv)) as server:
+        assert reply(server.chat(FIRST, system=SYSTEM, max_tokens=12)) == reply(first)
+        assert server.terminate() == 0
+    with Process(model, tmp_path / "log", *flags(tmp_path / "kv", *kv, "-c", "1024", "-np", "1", "-b", "64")) as server:
+        again = server.chat(FIRST, reply(first), SECOND, system=SYSTEM, max_tokens=12)
+        assert again["rewarm"]["disk_tokens"] == cached(again) == first["usage"]["total_tokens"] - 1
+        assert reply(again) == reply(second)
+        assert server.terminate() == 0
+    with Process(model, tmp_path / "log", *flags(tmp_path / "kv")) as server:
+        assert server.chat(FIRST, system=SYSTEM, max_tokens=1)["rewarm"]["reason"] == "identity_changed"

@@ -37,8 +37,8 @@ HOP_BY_HOP = frozenset(
 )
 """Headers that belong to one connection, not to the message."""
 
-NOT_PASSED_ON = HOP_BY_HOP | {"host", "authorization", "x-api-key", "accept-encoding", "expect"}
-"""Of the client's headers: the engine has a key of its own, and its replies are read on the way."""
+NOT_PASSED_ON = HOP_BY_HOP | {"host", "authorization", "x-api-key", "expect"}
+"""Of the client's headers: the engine has a key of its own."""
 
 PUBLIC = frozenset({"/", "/health", "/v1/health", "/models", "/v1/models", "/index.html"})
 """Paths for which llama-server asks for no key."""
@@ -177,7 +177,9 @@ class Handler(BaseHTTPRequestHandler):
     def _pass(self, body: bytes, turn: Turn | None) -> None:
         """Send the request to the engine and its answer to the client, through `replies` where there is a turn."""
         engine = self._runner.engine
-        headers = {name: value for name, value in self.headers.items() if name.lower() not in NOT_PASSED_ON}
+        # What is read on the way must not be compressed.
+        left_out = NOT_PASSED_ON if turn is None else NOT_PASSED_ON | {"accept-encoding"}
+        headers = {name: value for name, value in self.headers.items() if name.lower() not in left_out}
         path = self.path.removeprefix(self._access.prefix)
         has_body = bool(body) or self.command in ("POST", "PUT", "PATCH")
         connection = engine.connect()

@@ -33,6 +33,7 @@ _IDENTITY_WAIT_S = 5.0
 """At the start, before any request: how long to wait for the weights' hash."""
 
 _PAUSE_WAIT_S = 2.0
+_LAST_REPLIES_S = 1.5
 _PROBE_TOKENS = [1, 2]
 """Any two: every vocabulary has them."""
 
@@ -143,8 +144,8 @@ class Runner:
         self._closed = True
         self._wake.set()
         tier = self._tier
-        if tier is not None and tier.is_cached and self.engine.is_alive:
-            saving = threading.Thread(target=tier.save_idle, daemon=True)
+        if tier is not None and tier.is_cached:
+            saving = threading.Thread(target=self._save_all, args=(tier, deadline), daemon=True)
             saving.start()
             saving.join(max(0.0, deadline - time.monotonic()))
         if tier is not None:
@@ -157,6 +158,13 @@ class Runner:
         self.engine.stop()
         if self._raw is not None:
             self._raw.close()
+
+    def _save_all(self, tier: Tier, deadline: float) -> None:
+        """At the end: give replies that are just ending a moment, then have the rest saved."""
+        tier.pool.wait_for_pause(min(_LAST_REPLIES_S, max(0.0, deadline - time.monotonic())))
+        tier.save_idle()
+        # The saver's thread may be in the middle of one.
+        tier.pool.wait_for_saves(max(0.0, deadline - time.monotonic()))
 
     def _try_ensure(self) -> None:
         try:

@@ -192,8 +192,9 @@ class Tier:
             slot = self.pool.take(NO_TOKENS, 0, wanted)
             turn = Turn(prompt, slot, reason=prompt.why_not, detail=prompt.detail)
             return self._holding(turn, lambda: self._clear(slot))
-        n = len(prompt.tokens)
-        match = stored.space.find(prompt.tokens, at_most=max(0, min(n, stored.n_ctx) - 1))
+        if len(prompt.tokens) >= stored.n_ctx:
+            return Turn(prompt, reason=Reason.DISABLED, detail="The prompt does not fit into the context.")
+        match = stored.space.find(prompt.tokens)
         slot = self.pool.take(prompt.tokens, match.n_tokens, wanted)
         turn = Turn(prompt, slot, reason=match.reason, detail=explain(match.reason, match.detail))
         self._holding(turn, lambda: self._prepare(stored, turn, slot, match))

@@ -58,13 +58,13 @@ class SlotFiles:
         n_swa: the model's sliding window in tokens; 0 without one.
 
     Attributes:
-        nbytes_per_token: of the largest slot file so far: what the next one may need.
         n_streams: streams of the server's cache, as its slot files tell.
     """
 
     def __init__(self, engine: Engine, raw: RawFolder, n_swa: int) -> None:
-        self.nbytes_per_token = 0.0
         self.n_streams = 1
+        self._least = (0, 0)
+        self._nbytes_per_token = 0.0
         self._engine = engine
         self._raw = raw
         self._n_swa = n_swa
@@ -77,7 +77,7 @@ class SlotFiles:
             NoRoom: the folder is too small for it now.
             EngineGone, Refused: the server did not.
         """
-        if not self._raw.has_room(int(n_tokens * self.nbytes_per_token)):
+        if not self._raw.has_room(self._least[1] + int(n_tokens * self._nbytes_per_token)):
             raise NoRoom
         name = self._raw.new_name()
         start = time.perf_counter()
@@ -102,7 +102,7 @@ class SlotFiles:
             self._raw.remove(file.name)
 
     def look(self, file: RawFile) -> tuple[SlotFile, CodecState]:
-        """A raw file as it is, and its states; the file is removed. Notes how many streams the server has.
+        """The raw file of a few tokens as it is, and its states; the file is removed. Notes streams and size.
 
         Raises:
             UnknownLayout: it is not understood.
@@ -112,6 +112,7 @@ class SlotFiles:
             found = slot_file.parse(memoryview((self._raw.path / file.name).read_bytes()))
             states = codec.to_state(found, self._n_swa)
             self.n_streams = states.n_streams
+            self._least = (file.n_tokens, file.nbytes)
             return found, states
         finally:
             self._raw.remove(file.name)
@@ -153,8 +154,11 @@ class SlotFiles:
     def _read(self, path: Path, n_tokens: int) -> CodecState | None:
         with path.open("rb") as stream:
             data = memoryview(mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ))
-        if n_tokens:
-            self.nbytes_per_token = max(self.nbytes_per_token, len(data) / n_tokens)
+        n_least, nbytes_least = self._least
+        if n_tokens > n_least:
+            # A recurrent state is large and does not grow: what grows is counted apart.
+            growth = (len(data) - nbytes_least) / (n_tokens - n_least)
+            self._nbytes_per_token = max(self._nbytes_per_token, growth)
         try:
             slot = slot_file.parse(data)
             return codec.to_state(slot, self._n_swa) if len(slot.tokens) else None

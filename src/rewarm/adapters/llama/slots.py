@@ -171,6 +171,11 @@ class SlotPool:
         with self._changed:
             return self._changed.wait_for(lambda: not any(slot.held for slot in self._slots), timeout_s)
 
+    def wait_for_saves(self, timeout_s: float) -> bool:
+        """Wait until no slot is being saved; whether that is so."""
+        with self._changed:
+            return self._changed.wait_for(lambda: not any(slot.saving for slot in self._slots), timeout_s)
+
     @contextmanager
     def saving(self, slot: Slot) -> Iterator[bool]:
         """Keep requests off an idle slot while it is saved; False when one uses it, or it is being saved."""
