@@ -44,7 +44,7 @@ class PageModels:
             Trouble: it cannot be loaded.
         """
         try:
-            await self._workers.get(name).client()
+            await self._workers.get(name).running()
         except EngineError as error:
             raise Trouble(str(error)) from error
         except Problem as problem:

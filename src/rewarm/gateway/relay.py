@@ -16,7 +16,7 @@ import httpx
 from rewarm.errors import EngineError
 from rewarm.gateway.problems import Problem, not_started, worker_lost
 from rewarm.gateway.sse import DONE, Event, read_events, write_event
-from rewarm.gateway.worker import Worker
+from rewarm.gateway.worker import Running, Worker
 
 log = logging.getLogger(__name__)
 
@@ -37,10 +37,13 @@ class Answer:
         report: the worker's object `rewarm`; None until it came.
     """
 
-    def __init__(self, worker: Worker, response: httpx.Response, sent_at: float, *, is_usage_asked: bool) -> None:
+    def __init__(
+        self, name: str, running: Running, response: httpx.Response, sent_at: float, *, is_usage_asked: bool
+    ) -> None:
         self.ttft_s: float | None = None
         self.report: dict[str, Any] | None = None
-        self._worker = worker
+        self._name = name
+        self._running = running
         self._response = response
         self._sent_at = sent_at
         self._is_usage_asked = is_usage_asked
@@ -51,7 +54,6 @@ class Answer:
         Raises:
             Problem: the worker ended, or said no.
         """
-        name = self._worker.model.name
         try:
             raw = await self._response.aread()
             body = json.loads(raw)
@@ -60,7 +62,7 @@ class Answer:
         finally:
             await self._response.aclose()
         if not isinstance(body, dict):
-            raise worker_lost(f"The worker of {name} sent an answer that is no object.")
+            raise worker_lost(f"The worker of {self._name} sent an answer that is no object.")
         return self._public(body)
 
     async def events(self) -> AsyncGenerator[Event, None]:
@@ -98,14 +100,14 @@ class Answer:
 
     def note(self) -> None:
         """Log what the cache did."""
-        said, name = self.report, self._worker.model.name
+        said = self.report
         if said is None:
             return
         # An answer that is not streamed comes as a whole: nobody knows when its first token was there.
         took_s = time.monotonic() - self._sent_at
         log.info(
             "%s: %s of %s prompt tokens restored (%s from disk, %s from memory; %s), %s after %.2f s",
-            name,
+            self._name,
             *(said.get(key) for key in ("cached_tokens", "prompt_tokens", "disk_tokens", "memory_tokens", "reason")),
             "answered" if self.ttft_s is None else "first token",
             took_s if self.ttft_s is None else self.ttft_s,
@@ -121,13 +123,13 @@ class Answer:
 
     def _public(self, body: dict[str, Any]) -> dict[str, Any]:
         if "model" in body:
-            body["model"] = self._worker.model.name
+            body["model"] = self._name
         if isinstance(body.get("rewarm"), dict):
             self.report = body["rewarm"]
         return body
 
     async def _lost(self, error: Exception | None) -> Problem:
-        return await lost(self._worker, error)
+        return _lost(self._name, await self._running.how_it_ended(), error)
 
 
 async def ask(worker: Worker, path: str, payload: Mapping[str, Any]) -> Answer:
@@ -141,65 +143,74 @@ async def ask(worker: Worker, path: str, payload: Mapping[str, Any]) -> Answer:
     Raises:
         Problem: the request names files to load (400), the worker did not start (503), ended (502), or said no.
     """
-    for name in _LOADS:
-        if payload.get(name) is not None:
-            raise Problem(400, f"{name!r} cannot be chosen by a request: it belongs to the model.", param=name)
-    options = payload.get("stream_options")
-    is_usage_asked = isinstance(options, dict) and options.get("include_usage") is True
-    body = {name: value for name, value in payload.items() if name not in _LOADS}
-    # Not the path: mlx-lm takes that for another model when its own was loaded with an adapter.
-    body["model"] = _LOADED
-    if payload.get("stream") is True:
-        # Asked for in any case: the report of what the cache did comes with it.
-        body["stream_options"] = {**(options if isinstance(options, dict) else {}), "include_usage": True}
-    else:
-        body.pop("stream_options", None)
-    # A worker that ended between two requests is started again; one that ends under a request is not.
-    for is_last in (False, True):
-        client = await _client(worker)
+    name = worker.model.name
+    body, is_usage_asked = _for_worker(payload)
+    # A process that ended before the request reached it is started again; one that ends under it is not.
+    for may_start_again in (True, False):
+        running = await _started(worker)
         sent_at = time.monotonic()
         try:
-            request = client.build_request("POST", path, content=json.dumps(body).encode(), headers=_JSON)
-            response = await client.send(request, stream=True)
+            request = running.client.build_request("POST", path, content=body, headers=_JSON)
+            response = await running.client.send(request, stream=True)
         except (httpx.HTTPError, RuntimeError) as error:
-            ended = await worker.wait_if_ending()
-            if not is_last and ended is not None and not isinstance(error, httpx.ReadError | httpx.RemoteProtocolError):
+            ended = await running.how_it_ended()
+            # httpx raises RuntimeError where the client was closed already.
+            if may_start_again and ended is not None and isinstance(error, httpx.ConnectError | RuntimeError):
                 continue
-            raise await lost(worker, error) from error
+            raise _lost(name, ended, error) from error
         if response.status_code != 200:
-            raise await _refusal(worker, response)
-        return Answer(worker, response, sent_at, is_usage_asked=is_usage_asked)
+            raise await _refusal(name, running, response)
+        return Answer(name, running, response, sent_at, is_usage_asked=is_usage_asked)
     raise AssertionError("unreachable")
 
 
-async def lost(worker: Worker, error: Exception | None) -> Problem:
-    """502: the worker ended in an answer, or broke it off."""
-    ended = await worker.wait_if_ending()
-    if ended is not None:
-        return worker_lost(f"The answer was broken off; the next request starts the model again. {ended}")
-    told = f" ({type(error).__name__})" if error else ""
-    return worker_lost(f"The worker of {worker.model.name} broke off the answer{told}. It still runs: ask again.")
+def _for_worker(payload: Mapping[str, Any]) -> tuple[bytes, bool]:
+    """The body for the worker, and whether the client asked for a stream's usage.
+
+    Raises:
+        Problem: 400, it names files to load.
+    """
+    for name in _LOADS:
+        if payload.get(name) is not None:
+            raise Problem(400, f"{name!r} cannot be chosen by a request: it belongs to the model.", param=name)
+    body = {name: value for name, value in payload.items() if name not in _LOADS}
+    # Not the path: mlx-lm takes that for another model when its own was loaded with an adapter.
+    body["model"] = _LOADED
+    given = body.pop("stream_options", None)
+    options = given if isinstance(given, dict) else {}
+    if payload.get("stream") is True:
+        # Asked for in any case: the report of what the cache did comes with it.
+        body["stream_options"] = {**options, "include_usage": True}
+    return json.dumps(body).encode(), options.get("include_usage") is True
 
 
-async def _client(worker: Worker) -> httpx.AsyncClient:
+async def _started(worker: Worker) -> Running:
     try:
-        return await worker.client()
+        return await worker.running()
     except EngineError as error:
         raise not_started(str(error)) from error
 
 
-async def _refusal(worker: Worker, response: httpx.Response) -> Problem:
+def _lost(name: str, ended: str | None, error: Exception | None) -> Problem:
+    """502: the worker ended in an answer (`ended` says how), or broke it off."""
+    if ended is not None:
+        return worker_lost(f"The answer was broken off; the next request starts the model again. {ended}")
+    told = f" ({type(error).__name__})" if error else ""
+    return worker_lost(f"The worker of {name} broke off the answer{told}. It still runs: ask again.")
+
+
+async def _refusal(name: str, running: Running, response: httpx.Response) -> Problem:
     """What the worker said instead of an answer, in OpenAI's shape."""
     try:
         said = json.loads(await response.aread())
     except (httpx.HTTPError, ValueError) as error:
-        return await lost(worker, error)
+        return _lost(name, await running.how_it_ended(), error)
     finally:
         await response.aclose()
     refusal = said.get("error") if isinstance(said, dict) else None
     told = refusal if isinstance(refusal, dict) else {"message": refusal or f"status {response.status_code}"}
     status = response.status_code
     if status in (401, 403) or status < 400:
-        return worker_lost(f"The worker of {worker.model.name} did not take the gateway's request (status {status}).")
+        return worker_lost(f"The worker of {name} did not take the gateway's request (status {status}).")
     message, code, param = (told.get(key) for key in ("message", "code", "param"))
     return Problem(status, str(message), str(code) if code else None, str(param) if param else None)

@@ -75,7 +75,7 @@ def api_routes(workers: Workers, disk_cache: DiskCache) -> APIRouter:
         """Load a model and wait until it can answer."""
         worker = workers.get(name)
         try:
-            await worker.client()
+            await worker.running()
         except EngineError as error:
             raise not_started(str(error)) from error
         return _report(worker)

@@ -17,7 +17,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -81,17 +81,40 @@ class Status:
 
 
 @dataclass(slots=True)
-class _Process:
-    """A process that runs, and what looks after it.
+class Running:
+    """A process that runs, or ran, and what looks after it.
 
     Attributes:
+        client: sends requests to it, with its secret.
+        process: the process.
         leash: our end of the pipe that is its standard input; never written.
+        tasks: the one that reads its log, and the one that waits for its end.
+        has_ended: set when it ended, or is being ended.
+        ending: how, in a sentence.
     """
 
+    client: httpx.AsyncClient
     process: asyncio.subprocess.Process
     leash: int
-    client: httpx.AsyncClient
-    tasks: list[asyncio.Task[Any]]
+    tasks: list[asyncio.Task[Any]] = field(default_factory=list)
+    has_ended: asyncio.Event = field(default_factory=asyncio.Event)
+    ending: str = ""
+
+    async def how_it_ended(self, timeout_s: float = 1.0) -> str | None:
+        """How it ended; None if it did not within `timeout_s`.
+
+        A connection breaks a moment before its process is gone: that moment is waited for.
+        """
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(timeout_s):
+                await self.has_ended.wait()
+        return self.ending if self.has_ended.is_set() else None
+
+    def note_end(self, ending: str) -> None:
+        """It ended, or is being ended; the first note counts."""
+        if not self.has_ended.is_set():
+            self.ending = ending
+            self.has_ended.set()
 
 
 class Worker:
@@ -108,8 +131,8 @@ class Worker:
         self._launch = launch
         self._status = Status(State.STOPPED)
         self._log: deque[str] = deque(maxlen=_LOG_LINES)
-        self._running: _Process | None = None
-        self._starting: asyncio.Task[httpx.AsyncClient] | None = None
+        self._running: Running | None = None
+        self._starting: asyncio.Task[Running] | None = None
         self._stopping: asyncio.Task[None] | None = None
 
     @property
@@ -127,8 +150,8 @@ class Worker:
         """The process, while there is one."""
         return self._running.process.pid if self._running else None
 
-    async def client(self) -> httpx.AsyncClient:
-        """An HTTP client for the running worker, which is started if it does not run.
+    async def running(self) -> Running:
+        """The running process, which is started if there is none.
 
         Whoever waits here may be cancelled; the start goes on for the others.
 
@@ -140,7 +163,7 @@ class Worker:
         starting = _going_on(self._starting)
         if starting is None:
             if self._running is not None and self._status.state is State.READY:
-                return self._running.client
+                return self._running
             self._starting = starting = asyncio.create_task(self._start())
             starting.add_done_callback(_look_at)
         try:
@@ -168,25 +191,9 @@ class Worker:
             with contextlib.suppress(ProcessLookupError):
                 self._running.process.kill()
 
-    async def wait_if_ending(self, timeout_s: float = 1.0) -> str | None:
-        """A connection breaks a moment before its process is gone: wait that moment.
-
-        Returns:
-            How the process ended, in a sentence; None if it did not.
-        """
-        if self._running is None:
-            return self._how_it_ended()
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(timeout_s):
-                await asyncio.shield(self._running.tasks[-1])
-        return None if self._running is not None else self._how_it_ended()
-
-    def _how_it_ended(self) -> str:
-        return self._status.message if self._status.state is State.FAILED else "The model was stopped."
-
     # Starting.
 
-    async def _start(self) -> httpx.AsyncClient:
+    async def _start(self) -> Running:
         try:
             await self._give_up()
             self._set(State.PREPARING, "preparing the model", None)
@@ -203,7 +210,7 @@ class Worker:
             await asyncio.shield(self._give_up())
             raise
         self._set(State.READY)
-        return running.client
+        return running
 
     async def _prepared(self) -> Path:
         """The model's folder. On a daemon thread: the gateway's end does not wait for a conversion."""
@@ -236,7 +243,7 @@ class Worker:
         threading.Thread(target=run, name="rewarm-prepare", daemon=True).start()
         return await found
 
-    async def _spawn(self, path: Path) -> _Process:
+    async def _spawn(self, path: Path) -> Running:
         secret, port = secrets.token_urlsafe(32), _free_port()
         # Held open and never written: its end tells the worker that this gateway is gone, however it went.
         # Not asyncio's own, which is a socket on some systems, and a worker watches a pipe only.
@@ -266,12 +273,12 @@ class Worker:
             # The secret is for this worker and for no proxy.
             trust_env=False,
         )
-        running = _Process(process, leash, client, [])
+        running = Running(client, process, leash)
         running.tasks.append(asyncio.create_task(self._read_log(process, secret)))
         running.tasks.append(asyncio.create_task(self._watch(running)))
         return running
 
-    async def _until_healthy(self, running: _Process) -> None:
+    async def _until_healthy(self, running: Running) -> None:
         deadline = time.monotonic() + self._launch.start_timeout_s
         while time.monotonic() < deadline:
             if running.process.returncode is not None:
@@ -300,17 +307,20 @@ class Worker:
         if text:
             self._log.append(text.replace(secret, "(secret)")[:_LOG_LINE_CHARS])
 
-    async def _watch(self, running: _Process) -> None:
+    async def _watch(self, running: Running) -> None:
         """Note a process that ends by itself; the next request starts another."""
         await running.process.wait()
         if self._running is running and self._status.state is State.READY:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(1.0):
                     await asyncio.shield(running.tasks[0])
+            if self._running is not running:
+                return  # it was stopped in this moment
             self._running = None
+            self._set(State.FAILED, self._told(f"ended unexpectedly ({_ending(running.process)})"))
+            running.note_end(self._status.message)
             os.close(running.leash)
             await running.client.aclose()
-            self._set(State.FAILED, self._told(f"ended unexpectedly ({_ending(running.process)})"))
 
     # Ending.
 
@@ -328,6 +338,7 @@ class Worker:
         if running is None:
             return
         process = running.process
+        running.note_end("The model was stopped.")
         with contextlib.suppress(ProcessLookupError):
             process.terminate()
         try:
