@@ -109,6 +109,7 @@ class Handler(BaseHTTPRequestHandler):
                 "build_info": "fake",
             },
             "/v1/models": {"object": "list", "data": [{"id": "fake"}]},
+            "/slots": [{"id": i, "n_prompt_tokens": len(s.tokens)} for i, s in enumerate(self.server.slots)],
             "/fake/log": self.server.log,
             "/fake/pid": os.getpid(),
         }
@@ -122,7 +123,10 @@ class Handler(BaseHTTPRequestHandler):
             return
         body = json.loads(raw or b"{}")
         route = self.path.partition("?")[0]
-        if route not in ("/tokenize", "/apply-template"):
+        if route == "/fake/purge":
+            for slot in self.server.slots:
+                slot.cut(0)
+        if route not in ("/tokenize", "/apply-template", "/fake/purge"):
             told = {k: v for k, v in body.items() if k != "messages"} if isinstance(body, dict) else body
             self.server.log.append([self.path, told])
         if route == "/tokenize":
@@ -157,7 +161,10 @@ class Handler(BaseHTTPRequestHandler):
                 n = slot.write(path)
                 answer = {"n_saved": len(slot.tokens), "n_written": n, "timings": {"save_ms": 0.5}}
                 self._json(200, {"id_slot": number, **answer})
-            elif self.server.behaviour.get("refuses_restore"):
+            elif self.server.behaviour.get("refuses_restore") or (
+                self.server.behaviour.get("shares_cells")
+                and any(other.tokens for other in self.server.slots if other is not slot)
+            ):
                 slot.cut(0)
                 self._json(400, {"error": {"message": "Unable to restore slot: no room", "code": 400}})
             else:

@@ -237,6 +237,30 @@ def test_a_restore_that_the_server_refuses_is_served(tmp_path: Path) -> None:
         assert reply(again) == reply(cold)
 
 
+def test_idle_slots_give_up_their_cells_for_a_restore(tmp_path: Path) -> None:
+    with FakeWorker(tmp_path) as worker:
+        cold = worker.chat(FIRST, system=SYSTEM)
+    with FakeWorker(tmp_path, "--parallel", "2", behaviour={"shares_cells": True}) as worker:
+        worker.chat("Quite another conversation, of mountains.")
+        worker.wait_for_pause()
+        again = worker.chat(FIRST, reply(cold), SECOND, system=SYSTEM)
+        assert again["rewarm"]["disk_tokens"] == cached(again) > 0
+        assert worker.actions()[-5:] == ["save", "restore", "erase", "restore", "/v1/chat/completions"] or (
+            worker.actions()[-4:] == ["restore", "erase", "restore", "/v1/chat/completions"]
+        )
+        worker.settle()
+        assert len(worker.cache.entries()) == 3, "what gave way was saved"
+
+
+def test_a_slot_that_the_server_has_purged_is_restored(tmp_path: Path) -> None:
+    with FakeWorker(tmp_path) as worker:
+        cold = worker.chat(FIRST, system=SYSTEM)
+        worker.settle()
+        worker.runner.engine.ask("POST", "/fake/purge", {})
+        again = worker.chat(FIRST, reply(cold), SECOND, system=SYSTEM)
+        assert again["rewarm"]["disk_tokens"] == cached(again) > 0
+
+
 def test_a_restore_without_effect_is_counted(tmp_path: Path) -> None:
     with FakeWorker(tmp_path) as worker:
         cold = worker.chat(FIRST, system=SYSTEM)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import http.client
 import json
 import os
 import signal
@@ -40,6 +41,22 @@ def test_other_routes_pass_untouched(tmp_path: Path) -> None:
         assert worker.request("GET", "/no/such")[0] == 404
         assert worker.request("POST", "/v1/chat/completions", b"{")[0] != 200
         assert json.loads(worker.request("POST", "/tokenize", {"content": "ab"})[2]) == {"tokens": [97, 98]}
+
+
+def test_a_body_in_chunks_is_read(tmp_path: Path) -> None:
+    with FakeWorker(tmp_path) as worker:
+        connection = http.client.HTTPConnection("127.0.0.1", worker.port, timeout=60)
+        pieces = [b'{"messages": [{"role": "user", ', b'"content": "Hello."}]}']
+        connection.request("POST", "/v1/chat/completions", iter(pieces), encode_chunked=True)
+        assert "rewarm" in json.loads(connection.getresponse().read())
+        connection.request("GET", "/v1/models")
+        assert connection.getresponse().status == 200
+        connection.close()
+
+
+def test_a_body_without_a_length_is_refused(tmp_path: Path) -> None:
+    with FakeWorker(tmp_path) as worker:
+        assert worker.request("POST", "/completion", b"", **{"Content-Length": "many"})[0] == 400
 
 
 def test_slot_actions_of_clients_are_refused(tmp_path: Path) -> None:

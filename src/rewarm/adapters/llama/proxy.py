@@ -294,17 +294,41 @@ class Handler(BaseHTTPRequestHandler):
 
     def _read_body(self) -> bytes | None:
         """The request's body; None, with the answer sent, when it cannot be read."""
-        length = self.headers.get("Content-Length", "0")
-        if self.headers.get("Transfer-Encoding") or not length.isdecimal() or int(length) > _MAX_BODY_NBYTES:
+        if self.headers.get("Transfer-Encoding", "").lower() == "chunked":
+            body = self._read_chunks()
+        else:
+            length = self.headers.get("Content-Length", "0")
+            body = self._read_length(int(length)) if length.isdecimal() else None
+        if body is None:
             self.close_connection = True
-            message = "The request's body needs a Content-Length of at most 1 GiB."
-            self._send_json(HTTPStatus.LENGTH_REQUIRED, replies.error(message, "invalid_request_error", 411))
+            message = "The request's body cannot be read: it has no valid length, or more than 1 GiB."
+            self._send_json(HTTPStatus.BAD_REQUEST, replies.error(message, "invalid_request_error", 400))
+        return body
+
+    def _read_length(self, length: int) -> bytes | None:
+        if length > _MAX_BODY_NBYTES:
             return None
         if not self._may_ask(self._route):
             # Read a part of it, so that the client sees the answer and not a broken connection.
-            self.close_connection = self.close_connection or int(length) > _DRAIN_NBYTES
-            return self.rfile.read(min(_DRAIN_NBYTES, int(length)))
-        return self.rfile.read(int(length))
+            self.close_connection = self.close_connection or length > _DRAIN_NBYTES
+            length = min(_DRAIN_NBYTES, length)
+        return self.rfile.read(length)
+
+    def _read_chunks(self) -> bytes | None:
+        limit = _MAX_BODY_NBYTES if self._may_ask(self._route) else _DRAIN_NBYTES
+        pieces: list[bytes] = []
+        try:
+            while size := int(self.rfile.readline(64).partition(b";")[0], 16):
+                limit -= size
+                if size < 0 or limit < 0:
+                    return None
+                pieces.append(self.rfile.read(size))
+                self.rfile.readline(4)
+            while self.rfile.readline(1024).strip():
+                pass  # trailers
+        except ValueError:
+            return None
+        return b"".join(pieces)
 
     def _send_json(self, status: HTTPStatus, body: dict[str, Any]) -> None:
         raw = json.dumps(body, ensure_ascii=False).encode()

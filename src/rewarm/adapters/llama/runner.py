@@ -34,6 +34,7 @@ _IDENTITY_WAIT_S = 5.0
 
 _PAUSE_WAIT_S = 2.0
 _LAST_REPLIES_S = 1.5
+_RETRY_S = 5.0
 _PROBE_TOKENS = [1, 2]
 """Any two: every vocabulary has them."""
 
@@ -82,6 +83,7 @@ class Runner:
         self._caches = cache is not None and raw is not None and not self._why_not[1]
         self.engine = Engine(program, flags, raw.path if raw is not None and self._caches else None)
         self.prompts = Prompts(self.engine)
+        self._retry_at = 0.0
         self._tier: Tier | None = None
         self._lock = threading.Lock()
         self._wake = threading.Event()
@@ -123,7 +125,7 @@ class Runner:
                 self.engine.start()
                 tier = self._open(before, why_not)
             except (EngineError, EngineGone, Refused) as error:
-                self.failure = str(error)
+                self.failure, self._retry_at = str(error), time.monotonic() + _RETRY_S
                 raise EngineError(self.failure) from error
             self.failure, self._tier = "", tier
         if tier.is_cached:
@@ -131,8 +133,8 @@ class Runner:
         return tier
 
     def ensure_soon(self) -> None:
-        """As `ensure`, in the background."""
-        if not self._lock.locked() and not self._closed:
+        """As `ensure`, in the background; not at once again after a failure."""
+        if not self._lock.locked() and not self._closed and time.monotonic() >= self._retry_at:
             threading.Thread(target=self._try_ensure, name="rewarm-start", daemon=True).start()
 
     def served(self) -> None:

@@ -19,7 +19,7 @@ from rewarm.adapters.llama.engine import Engine, EngineGone, Refused
 from rewarm.adapters.llama.identity import Before
 from rewarm.adapters.llama.prompts import Prompt
 from rewarm.adapters.llama.slot_files import NoRoom, RawFile, SlotFiles
-from rewarm.adapters.llama.slots import NO_TOKENS, Slot, SlotPool, n_common
+from rewarm.adapters.llama.slots import NO_TOKENS, Slot, SlotPool, Tokens, n_common
 from rewarm.adapters.llama.worth import Worth
 from rewarm.adapters.reports import Report, explain
 from rewarm.cache.identity import Identity
@@ -238,6 +238,8 @@ class Tier:
         tokens = turn.prompt.tokens
         if slot.tainted:
             self._erase(slot)
+        if stored.files.n_streams == 1 and len(self.pool) > 1:
+            self._look_whether_purged(slot)
         n_live = min(slot.usable(tokens, stored.cut_anywhere), len(tokens) - 1)
         turn.n_memory = n_live
         if n_common(slot.live, tokens) < len(slot.live):
@@ -250,6 +252,17 @@ class Tier:
                 turn.reason, turn.detail = Reason.NOT_WORTH_LOADING, explain(Reason.NOT_WORTH_LOADING, {})
         else:
             stored.cache.touch(match)
+
+    def _look_whether_purged(self, slot: Slot) -> None:
+        """Where slots share one cache, the server empties idle ones when it needs their cells."""
+        if not len(slot.live):
+            return
+        try:
+            found = self._engine.ask("GET", "/slots")
+        except Refused:
+            return
+        if any(one.get("id") == slot.id and one.get("n_prompt_tokens") == 0 for one in found):
+            slot.forget()
 
     def _load(self, stored: Stored, turn: Turn, slot: Slot, match: Match) -> None:
         """Restore a match into a slot; at a fault the slot is empty or as it was, and the reason told."""
@@ -264,7 +277,7 @@ class Tier:
         tokens = turn.prompt.tokens[: state.n_tokens]
         self.save(slot)
         try:
-            stored.files.restore(slot.id, state, tokens)
+            self._restore(stored, slot, state, tokens)
         except NoRoom:
             turn.reason, turn.detail = Reason.BUSY, "There is no room for the state in the folder for slot files."
         except (OSError, UnknownLayout) as error:
@@ -280,6 +293,28 @@ class Tier:
             slot.live, slot.points = tokens, (state.n_tokens,)
             turn.n_disk, turn.n_memory = state.n_tokens, 0
             self._worth.restored(match.nbytes, time.perf_counter() - start)
+
+    def _restore(self, stored: Stored, slot: Slot, state: SequenceState, tokens: Tokens) -> None:
+        """Restore a state; where slots share one cache, other idle ones give up their cells for it."""
+        try:
+            stored.files.restore(slot.id, state, tokens)
+        except Refused:
+            if stored.files.n_streams > 1 or not self._give_up_others(slot):
+                raise
+            stored.files.restore(slot.id, state, tokens)
+
+    def _give_up_others(self, slot: Slot) -> bool:
+        """Save and erase the other idle slots; whether there were any."""
+        n_erased = 0
+        self.pool.wait_for_saves(_MAX_DEADLINE_S)
+        for other in self.pool.all():
+            if other is not slot and len(other.live):
+                with self.pool.saving(other) as free:
+                    if free:
+                        self.save(other)
+                        self._erase(other)
+                        n_erased += 1
+        return n_erased > 0
 
     def _stop_at_system_end(self, turn: Turn, slot: Slot) -> None:
         """Prefill up to the system prompt's end and save there: other states of this model cannot be cut."""
@@ -368,6 +403,9 @@ class Tier:
         """Have the server write a slot that the caller holds, if it has something new. Faults are logged."""
         stored = self._stored
         if stored is None or not slot.dirty or slot.tainted:
+            return
+        if stored.identity.error:
+            slot.dirty = False
             return
         try:
             file = stored.files.save(slot.id, len(slot.live) + _REPLY_TOKENS)
