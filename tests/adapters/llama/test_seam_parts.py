@@ -272,7 +272,15 @@ def test_loading_is_tried_until_both_speeds_are_known() -> None:
     assert worth.is_worth(1, 10**12)
     worth.prefilled(1000, 1.0)
     assert worth.is_worth(1, 10**12)
-    worth.restored(10**6, 1.0)
-    assert worth.is_worth(2000, 10**6)
-    assert not worth.is_worth(500, 10**6)
+    worth.restored(10**7, 1.0)
+    assert worth.is_worth(2000, 10**7)
+    assert not worth.is_worth(500, 10**7)
     assert worth.prefill_s(2000) == pytest.approx(2.0)
+
+
+def test_a_small_restore_says_nothing_of_large_ones() -> None:
+    worth = Worth()
+    worth.prefilled(1000, 1.0)
+    worth.restored(64, 0.02)
+    assert not worth.is_worth(10, 64), "the overhead alone takes longer"
+    assert worth.is_worth(100, 10**9)

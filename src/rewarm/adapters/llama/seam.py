@@ -33,6 +33,9 @@ log = logging.getLogger(__name__)
 
 _MIN_DEADLINE_S = 1.0
 _MAX_DEADLINE_S = 30.0
+_MIN_MORE_TOKENS = 16
+"""That a restore must save: what all prompts of a template begin with is not worth one."""
+
 _REPLY_TOKENS = 1024
 """Allowed for in the room that a save needs: the reply's length is not known before."""
 
@@ -245,11 +248,14 @@ class Tier:
         if n_common(slot.live, tokens) < len(slot.live):
             # What it holds besides is lost now; it is saved if that has not been done.
             self.save(slot)
-        if match.n_tokens > n_live:
-            if self._worth.is_worth(match.n_tokens - n_live, match.nbytes):
-                self._load(stored, turn, slot, match)
-            else:
+        n_more = match.n_tokens - n_live
+        if n_more > 0:
+            if n_more < _MIN_MORE_TOKENS:
+                turn.reason, turn.detail = Reason.TOO_SHORT, "What is stored is too short to be worth loading."
+            elif not self._worth.is_worth(n_more, match.nbytes):
                 turn.reason, turn.detail = Reason.NOT_WORTH_LOADING, explain(Reason.NOT_WORTH_LOADING, {})
+            else:
+                self._load(stored, turn, slot, match)
         else:
             stored.cache.touch(match)
 
