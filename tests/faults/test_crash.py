@@ -17,7 +17,7 @@ from rewarm.testing.driver import Driver, on_disk
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="needs os.fork")
 
-N_KILLS = 10
+N_KILLS = 60
 N_KILLS_LONG = 500
 
 
