@@ -87,6 +87,6 @@ def test_a_killed_worker_is_started_again_and_one_whose_gateway_is_gone_ends(run
     # What the operating system does when a gateway is killed: its end of the worker's input closes.
     live = running.gateway.workers.get(model)._running
     assert live is not None
-    end, live.leash = live.leash, os.open(os.devnull, os.O_RDONLY)
+    end, live.process.leash = live.process.leash, os.open(os.devnull, os.O_RDONLY)
     os.close(end)
     until(lambda: not is_alive(pid))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -16,6 +17,7 @@ import httpx
 import pytest
 from gateway_server import FAKE_WORKER, Running, is_alive, model_folder, until
 
+from rewarm.gateway import worker as worker_module
 from rewarm.gateway.settings import Settings
 
 needs_proc = pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="looks at /proc")
@@ -147,6 +149,66 @@ def test_a_program_that_is_not_there_is_told(settings: Settings) -> None:
         assert "No such file" in answer.json()["error"]["message"]
     finally:
         running.close()
+
+
+def test_a_worker_that_ends_as_it_becomes_ready_is_not_taken_for_ready(
+    running: Running, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    worker = running.gateway.workers.get("alpha")
+    until_healthy = worker._until_healthy
+
+    async def ends_then(live: worker_module.Running) -> None:
+        await until_healthy(live)
+        live.process.kill()
+        # Its watcher has seen the end, too early to tell of it: the model is still being loaded.
+        assert live.watcher
+        await live.watcher
+
+    with monkeypatch.context() as patched:
+        patched.setattr(worker, "_until_healthy", ends_then)
+        answer = running.chat("x")
+    assert (answer.status_code, answer.json()["error"]["code"]) == (503, "model_not_started")
+    assert "signal 9" in answer.json()["error"]["message"]
+    assert (running.state()["state"], running.state()["pid"]) == ("failed", None)
+    assert running.chat("one two").status_code == 200
+
+
+@pytest.mark.skipif(os.name != "posix", reason="needs a shell")
+def test_a_worker_that_leaves_its_output_to_a_child_still_fails_to_start(settings: Settings) -> None:
+    command = ("/bin/sh", "-c", "sleep 600 & echo $!; exit 3")
+    running = Running(settings.model_copy(update={"worker_command": command}))
+    try:
+        answer = running.chat("x")
+        assert answer.status_code == 503
+        assert "exit status 3" in answer.json()["error"]["message"]
+    finally:
+        _kill_child_named_in(running)
+        running.close()
+
+
+@needs_proc
+def test_a_worker_that_ends_while_a_child_holds_its_output_is_seen_and_started_again(
+    settings: Settings, tmp_path: Path
+) -> None:
+    command = ("/bin/sh", "-c", 'sleep 600 & echo $!; exec "$0" "$@"', *FAKE_WORKER)
+    running = Running(settings.model_copy(update={"worker_command": command}))
+    try:
+        running.chat("x")
+        os.kill(running.state()["pid"], signal.SIGKILL)
+        until(lambda: running.state()["state"] == "failed")
+        _kill_child_named_in(running)
+        assert running.chat("one two").status_code == 200
+        assert running.client.post("/api/models/alpha/unload").json()["state"] == "stopped"
+    finally:
+        _kill_child_named_in(running)
+        running.close()
+
+
+def _kill_child_named_in(running: Running) -> None:
+    """End the child whose number is the first line of the worker's log."""
+    log = running.gateway.workers.get("alpha").log_tail
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(int(log[0]), signal.SIGKILL)
 
 
 def test_stopping_a_model_that_is_being_loaded(settings: Settings, tmp_path: Path) -> None:

@@ -12,7 +12,6 @@ import enum
 import os
 import secrets
 import socket
-import subprocess
 import threading
 import time
 from collections import deque
@@ -24,6 +23,7 @@ from typing import Any, TypeVar
 import httpx
 
 from rewarm.errors import EngineError
+from rewarm.gateway.child_process import Child
 from rewarm.gateway.models import Model
 
 T = TypeVar("T")
@@ -87,16 +87,14 @@ class Running:
     Attributes:
         client: sends requests to it, with its secret.
         process: the process.
-        leash: our end of the pipe that is its standard input; never written.
-        tasks: the one that reads its log, and the one that waits for its end.
+        watcher: waits for its end; None until it does.
         has_ended: set when it ended, or is being ended.
         ending: how, in a sentence.
     """
 
     client: httpx.AsyncClient
-    process: asyncio.subprocess.Process
-    leash: int
-    tasks: list[asyncio.Task[Any]] = field(default_factory=list)
+    process: Child
+    watcher: asyncio.Task[None] | None = None
     has_ended: asyncio.Event = field(default_factory=asyncio.Event)
     ending: str = ""
 
@@ -187,9 +185,8 @@ class Worker:
 
     def kill(self) -> None:
         """End the process at once; for the gateway's last moment, when no event loop runs any more."""
-        if self._running is not None and self._running.process.returncode is None:
-            with contextlib.suppress(ProcessLookupError):
-                self._running.process.kill()
+        if self._running is not None:
+            self._running.process.kill()
 
     # Starting.
 
@@ -202,6 +199,8 @@ class Worker:
             self._log.clear()
             self._running = running = await self._spawn(self.path)
             await self._until_healthy(running)
+            # Its watcher looks after a ready worker only; one that ended in this moment nobody else would see.
+            await self._see_that_it_runs(running)
         except (EngineError, OSError) as error:
             await self._give_up()
             self._set(State.FAILED, str(error))
@@ -245,25 +244,14 @@ class Worker:
 
     async def _spawn(self, path: Path) -> Running:
         secret, port = secrets.token_urlsafe(32), _free_port()
-        # Held open and never written: its end tells the worker that this gateway is gone, however it went.
-        # Not asyncio's own, which is a socket on some systems, and a worker watches a pipe only.
-        input_, leash = os.pipe()
-        try:
-            process = await asyncio.create_subprocess_exec(
+        process = await Child.start(
+            (
                 *(*self._launch.command, "--model", str(path), "--host", HOST, "--port", str(port)),
                 *("--rewarm-dir", str(self._launch.cache_dir)),
-                stdin=input_,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                env={**os.environ, SECRET_VARIABLE: secret},
-                # A Ctrl-C in the terminal is for the gateway, which then ends its workers in order.
-                start_new_session=True,
-            )
-        except BaseException:
-            os.close(leash)
-            raise
-        finally:
-            os.close(input_)
+            ),
+            {**os.environ, SECRET_VARIABLE: secret},
+            lambda line: self._keep(line, secret),
+        )
         client = httpx.AsyncClient(
             base_url=f"http://{HOST}:{port}",
             headers={"Authorization": f"Bearer {secret}"},
@@ -273,34 +261,26 @@ class Worker:
             # The secret is for this worker and for no proxy.
             trust_env=False,
         )
-        running = Running(client, process, leash)
-        running.tasks.append(asyncio.create_task(self._read_log(process, secret)))
-        running.tasks.append(asyncio.create_task(self._watch(running)))
+        running = Running(client, process)
+        running.watcher = asyncio.create_task(self._watch(running))
         return running
 
     async def _until_healthy(self, running: Running) -> None:
         deadline = time.monotonic() + self._launch.start_timeout_s
         while time.monotonic() < deadline:
-            if running.process.returncode is not None:
-                await running.tasks[0]
-                raise EngineError(self._told(f"ended before it could answer ({_ending(running.process)})"))
+            await self._see_that_it_runs(running)
             with contextlib.suppress(httpx.HTTPError):
                 if (await running.client.get("/health", timeout=5.0)).status_code == 200:
                     return
             await asyncio.sleep(_POLL_S)
         raise EngineError(self._told(f"could not answer within {self._launch.start_timeout_s:.0f} s"))
 
-    # Running.
+    async def _see_that_it_runs(self, running: Running) -> None:
+        if running.process.returncode is not None:
+            await running.process.until_silent()
+            raise EngineError(self._told(f"ended before it could answer ({_ending(running.process)})"))
 
-    async def _read_log(self, process: asyncio.subprocess.Process, secret: str) -> None:
-        """Keep the last lines. Read in pieces, since a line may be longer than any buffer."""
-        rest = b""
-        while piece := await process.stdout.read(2**14) if process.stdout else b"":
-            *lines, rest = (rest + piece).split(b"\n")
-            rest = rest[-_LOG_LINE_CHARS * 4 :]
-            for line in lines:
-                self._keep(line, secret)
-        self._keep(rest, secret)
+    # Running.
 
     def _keep(self, line: bytes, secret: str) -> None:
         text = line.decode(errors="replace").rstrip()
@@ -311,15 +291,13 @@ class Worker:
         """Note a process that ends by itself; the next request starts another."""
         await running.process.wait()
         if self._running is running and self._status.state is State.READY:
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(1.0):
-                    await asyncio.shield(running.tasks[0])
+            await running.process.until_silent()
             if self._running is not running:
                 return  # it was stopped in this moment
             self._running = None
             self._set(State.FAILED, self._told(f"ended unexpectedly ({_ending(running.process)})"))
             running.note_end(self._status.message)
-            os.close(running.leash)
+            running.process.close()
             await running.client.aclose()
 
     # Ending.
@@ -337,23 +315,10 @@ class Worker:
         running, self._running = self._running, None
         if running is None:
             return
-        process = running.process
         running.note_end("The model was stopped.")
-        with contextlib.suppress(ProcessLookupError):
-            process.terminate()
-        try:
-            async with asyncio.timeout(self._launch.stop_timeout_s):
-                await process.wait()
-        except TimeoutError:
-            with contextlib.suppress(ProcessLookupError):
-                process.kill()
-            await process.wait()
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(1.0):
-                await asyncio.gather(*running.tasks, return_exceptions=True)
-        for task in running.tasks:
-            task.cancel()
-        os.close(running.leash)
+        await running.process.end(self._launch.stop_timeout_s)
+        if running.watcher is not None:
+            running.watcher.cancel()
         await running.client.aclose()
 
     def _set(self, state: State, message: str = "", progress: float | None = None) -> None:
@@ -376,7 +341,7 @@ def _look_at(task: asyncio.Task[Any]) -> None:
         task.exception()
 
 
-def _ending(process: asyncio.subprocess.Process) -> str:
+def _ending(process: Child) -> str:
     code = process.returncode or 0
     return f"signal {-code}" if code < 0 else f"exit status {code}"
 
