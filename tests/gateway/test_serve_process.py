@@ -114,6 +114,19 @@ def test_it_ends_while_a_stream_is_read(serve: Serve, tmp_path: Path) -> None:
     assert "Traceback" not in (tmp_path / "stderr.txt").read_text()
 
 
+def test_a_client_that_leaves_a_stream_ends_the_request_with_the_page_in_place_too(
+    serve: Serve, tmp_path: Path
+) -> None:
+    """The page's framework brings middleware of its own, which must neither hold streams back nor hide an end."""
+    served = serve("--model", str(model_folder(tmp_path / "alpha")))
+    body = {"model": "alpha", "messages": [{"role": "user", "content": "SLOW"}], "stream": True}
+    with served.client.stream("POST", "/v1/chat/completions", json=body) as answer:
+        assert next(answer.iter_lines()).startswith(": keepalive")
+        assert not (tmp_path / "kv" / "left").exists()
+    until((tmp_path / "kv" / "left").exists)
+    assert served.client.get("/api/models").json()["models"][0]["state"] == "ready"
+
+
 def run(tmp_path: Path, *options: str, **environment: str) -> subprocess.CompletedProcess[str]:
     """`rewarm serve` that is expected to end by itself."""
     env = {**os.environ, "REWARM_DIR": str(tmp_path / "kv"), "REWARM_DATA_DIR": str(tmp_path / "data"), **environment}
