@@ -13,7 +13,7 @@ import numpy.typing as npt
 
 from rewarm.errors import RecordError
 from rewarm.format.record import Header
-from rewarm.state.chain import Key, Tokens
+from rewarm.state.chain import Chain, Key
 from rewarm.state.layout import Kind, Layout, TensorSpec
 from rewarm.state.plan import Plan
 from rewarm.state.sequence import Array, MetaValue, Opaque, Rows, SequenceState, Tensor, Window
@@ -39,14 +39,13 @@ class Assembly:
 
     Attributes:
         layout: its layout.
-        tokens: all tokens up to its end.
-        block_tokens: tokens per block.
+        chain: over all tokens up to its end, from the root of model, layout and tenant: what every record's key
+            and parent are held against. The index only said where to look.
         into: makes the buffers, or None.
     """
 
     layout: Layout
-    tokens: Tokens
-    block_tokens: int
+    chain: Chain
     into: Into | None = None
     _arrays: dict[str, Array] = field(default_factory=dict)
     _meta: dict[str, MetaValue] = field(default_factory=dict)
@@ -61,10 +60,10 @@ class Assembly:
             self._arrays[spec.name] = self._buffer(spec, plan.n)
         for i, key in enumerate(plan.blocks):
             header, arrays = read(key, False)  # noqa: FBT003
-            self._take_rows(header, arrays, i * self.block_tokens, self.block_tokens)
+            self._take_rows(header, arrays, i * self.chain.block_tokens, self.chain.block_tokens)
         if plan.tail is not None:
             self._take_tail(plan, plan.tail, read)
-        elif plan.n != len(plan.blocks) * self.block_tokens:
+        elif plan.n != len(plan.blocks) * self.chain.block_tokens:
             raise AssertionError("a plan without a tail ends at a block's edge")
         return SequenceState(plan.n, self._tensors(), self._meta, self.layout.valid_from)
 
@@ -73,12 +72,12 @@ class Assembly:
         return np.empty(shape, dtype) if self.into is None else self.into(spec.name, shape, dtype)
 
     def _take_tail(self, plan: Plan, tail: Key, read: Read) -> None:
-        first = len(plan.blocks) * self.block_tokens
+        first = len(plan.blocks) * self.chain.block_tokens
         header, arrays = read(tail, plan.tail_is_point)
         self._take_rows(header, arrays, first, plan.n - first)
         if not plan.exact:
             return
-        if header.n != plan.n or header.read_layout() != self.layout:
+        if header.n != plan.n or header.key != self.chain.point(plan.n) or header.read_layout() != self.layout:
             raise ForeignRecord(tail, "is no point at the length that is asked for")
         self._meta = dict(header.meta)
         for spec in self.layout.tensors:
@@ -92,7 +91,9 @@ class Assembly:
         own = header.token_ids
         if header.layout != self.layout.digest or header.first != first or len(own) < n_rows:
             raise ForeignRecord(Key(header.key), "lies elsewhere in a sequence than is asked for")
-        if not np.array_equal(own[:n_rows], self.tokens[first : first + n_rows]):
+        if header.parent != self.chain.parent(first // self.chain.block_tokens):
+            raise ForeignRecord(Key(header.key), "hangs from other tokens than are asked for")
+        if not np.array_equal(own[:n_rows], self.chain.tokens[first : first + n_rows]):
             raise ForeignRecord(Key(header.key), "holds other tokens than are asked for")
         for spec in self.layout.rows:
             source = arrays.get(spec.name)
@@ -112,6 +113,8 @@ class Assembly:
         open_until = {spec.name: plan.n for spec in self.layout.windows}
         for key in plan.points:
             if key != plan.tail:
+                if header.after != key:
+                    raise ForeignRecord(key, "is not the point behind which the window rows begin")
                 header, arrays = read(key, True)  # noqa: FBT003
                 self._check_earlier(header)
             for spec in self.layout.windows:
@@ -121,7 +124,9 @@ class Assembly:
                 raise ForeignRecord(plan.points[-1], f"leaves rows of the window {spec.name!r} open")
 
     def _check_earlier(self, header: Header) -> None:
-        own = self.tokens[header.first : header.n]
+        if header.n > len(self.chain.tokens) or header.key != self.chain.point(header.n):
+            raise ForeignRecord(Key(header.key), "is no point of the tokens that are asked for")
+        own = self.chain.tokens[header.first : header.n]
         if header.layout != self.layout.digest or not np.array_equal(header.token_ids, own):
             raise ForeignRecord(Key(header.key), "holds other tokens than are asked for")
 

@@ -198,7 +198,7 @@ class Namespace:
         found, why = match.plan, Reason.HIT
         for _ in range(_ATTEMPTS):
             try:
-                assembly = Assembly(layout, match.tokens[: found.n], self._store.block_tokens, into)
+                assembly = Assembly(layout, self._chain(reader.fingerprint, layout, match.tokens[: found.n]), into)
                 reader.follow(found)
                 state = assembly.run(found, reader.read)
                 self._stats.add("bytes_read", reader.nbytes)

@@ -11,6 +11,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from rewarm.errors import IndexFault
 from rewarm.state.chain import Key
 from rewarm.state.plan import Child
 from rewarm.store.connection import LOG_NBYTES, Connection
@@ -100,14 +101,16 @@ class Index(Connection):
         """The record named `key`."""
         return _child(self.one(f"{self._CHILD} key = ?", (key,)))
 
-    def before(self, parent: Key, tokens: bytes, *, is_point: bool) -> Child | None:
-        """The last block, or point, under `parent` at or before `tokens` in token order."""
-        sql = f"{self._CHILD} parent = ? AND is_point = ? AND tokens <= ? ORDER BY tokens DESC LIMIT 1"
+    def before(self, parent: Key, tokens: bytes, *, is_point: bool, strictly: bool = False) -> Child | None:
+        """The last block, or point, under `parent` at or before (`strictly`: before) `tokens` in token order."""
+        order = "<" if strictly else "<="
+        sql = f"{self._CHILD} parent = ? AND is_point = ? AND tokens {order} ? ORDER BY tokens DESC LIMIT 1"
         return _child(self.one(sql, (parent, is_point, tokens)))
 
-    def behind(self, parent: Key, tokens: bytes, *, is_point: bool) -> Child | None:
-        """The first block, or point, under `parent` at or behind `tokens` in token order."""
-        sql = f"{self._CHILD} parent = ? AND is_point = ? AND tokens >= ? ORDER BY tokens LIMIT 1"
+    def behind(self, parent: Key, tokens: bytes, *, is_point: bool, strictly: bool = False) -> Child | None:
+        """The first block, or point, under `parent` at or behind (`strictly`: behind) `tokens` in token order."""
+        order = ">" if strictly else ">="
+        sql = f"{self._CHILD} parent = ? AND is_point = ? AND tokens {order} ? ORDER BY tokens LIMIT 1"
         return _child(self.one(sql, (parent, is_point, tokens)))
 
     def children(self, parent: Key) -> list[Child]:
@@ -344,7 +347,9 @@ class Index(Connection):
 
     def add_quarantined(self, file_name: str, nbytes: int) -> None:
         """Note a file in quarantine."""
-        self.execute("INSERT OR REPLACE INTO quarantine (name, nbytes) VALUES (?, ?)", (file_name, nbytes))
+        # Not OR REPLACE, which would take the old row out without its trigger: the totals would drift.
+        self.delete_quarantined(file_name)
+        self.execute("INSERT INTO quarantine (name, nbytes) VALUES (?, ?)", (file_name, nbytes))
 
     def delete_quarantined(self, file_name: str) -> None:
         """Forget a file that was in quarantine."""
@@ -397,7 +402,12 @@ class Index(Connection):
 
 
 def _child(row: Any) -> Child | None:
-    return Child(Key(row[0]), bool(row[1]), int(row[2]), row[3], row[4] and Key(row[4])) if row else None
+    if row is None:
+        return None
+    key, is_point, n, tokens, after = row
+    if not (isinstance(key, bytes) and isinstance(tokens, bytes) and isinstance(n, int)):
+        raise IndexFault("the index holds what was never written there", broken=True)
+    return Child(Key(key), bool(is_point), n, tokens, Key(after) if after is not None else None)
 
 
 def _row(row: Any) -> Row:

@@ -28,19 +28,27 @@ class Source:
 
     def before(self, parent: Key, tokens: bytes, *, points_only: bool) -> Child | None:
         """The last record under `parent` at or before `tokens`."""
-        found = self._good(self._index.before(parent, tokens, is_point=True))
-        if points_only:
-            return found
-        block = self._good(self._index.before(parent, tokens, is_point=False))
-        return max((c for c in (found, block) if c), key=lambda c: c.tokens, default=None)
+        found = self._before(parent, tokens, is_point=True)
+        block = None if points_only else self._before(parent, tokens, is_point=False)
+        return max((child for child in (found, block) if child), key=lambda child: child.tokens, default=None)
 
     def behind(self, parent: Key, tokens: bytes) -> Child | None:
         """The first record under `parent` at or behind `tokens`."""
-        pair = [self._good(self._index.behind(parent, tokens, is_point=point)) for point in (True, False)]
-        return min((c for c in pair if c), key=lambda c: c.tokens, default=None)
+        pair = [self._behind(parent, tokens, is_point=is_point) for is_point in (True, False)]
+        return min((child for child in pair if child), key=lambda child: child.tokens, default=None)
 
-    def _good(self, child: Child | None) -> Child | None:
-        return None if child is None or child.key in self._bad else child
+    def _before(self, parent: Key, tokens: bytes, *, is_point: bool) -> Child | None:
+        # Past bad ones, of which there are few: each step goes strictly on.
+        child = self._index.before(parent, tokens, is_point=is_point)
+        while child is not None and child.key in self._bad:
+            child = self._index.before(parent, child.tokens, is_point=is_point, strictly=True)
+        return child
+
+    def _behind(self, parent: Key, tokens: bytes, *, is_point: bool) -> Child | None:
+        child = self._index.behind(parent, tokens, is_point=is_point)
+        while child is not None and child.key in self._bad:
+            child = self._index.behind(parent, child.tokens, is_point=is_point, strictly=True)
+        return child
 
     def gone(self, keys: Sequence[Key]) -> Reason | None:
         """Why one of `keys` is no longer there, as far as that is known."""
