@@ -7,11 +7,11 @@ from __future__ import annotations
 
 from rewarm.cache.explain import Explanation
 from rewarm.cache.identity import Identity
+from rewarm.cache.jobs import SaveReport
 from rewarm.cache.namespace import Match, Namespace
 from rewarm.cache.policy import Policy
 from rewarm.cache.prefix_cache import CloseReport, PrefixCache
 from rewarm.cache.prefix_cache import open_cache as open  # noqa: A004  # rewarm.open, as the design names it
-from rewarm.cache.writer import SaveReport
 from rewarm.errors import EngineError, RewarmError, RootError, SettingsError
 from rewarm.state.layout import Kind, Layout, TensorSpec
 from rewarm.state.reason import Boundary, Dropped, Reason

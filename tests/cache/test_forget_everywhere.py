@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from rewarm.state.chain import Key
 from rewarm.state.reason import Dropped
+from rewarm.store.forgotten import Forgotten
 from rewarm.testing.driver import Driver, on_disk
 from rewarm.testing.faults import Fault, FaultyDisk
 
@@ -63,7 +63,7 @@ def test_a_save_that_waits_elsewhere_is_dropped(here: Driver, there: Driver, dis
 
 
 def test_who_holds_a_forgotten_conversation_is_told(here: Driver, there: Driver) -> None:
-    told: list[frozenset[Key]] = []
+    told: list[Forgotten] = []
     there.cache.on_forget(told.append)
     here.save(CHAT)
     here.save(range(700, 720))
@@ -78,7 +78,7 @@ def test_who_holds_a_forgotten_conversation_is_told(here: Driver, there: Driver)
 
 
 def test_an_idle_process_takes_note_by_itself(here: Driver, there: Driver) -> None:
-    told: list[frozenset[Key]] = []
+    told: list[Forgotten] = []
     there.cache.on_forget(told.append)
     here.save(CHAT)
     here.flush()
@@ -116,7 +116,7 @@ def test_a_process_that_died_holds_nobody_up(here: Driver, tmp_path: Path) -> No
 
 
 def test_clear_reaches_other_processes_too(here: Driver, there: Driver) -> None:
-    told: list[frozenset[Key]] = []
+    told: list[Forgotten] = []
     there.cache.on_forget(told.append)
     here.save(CHAT)
     here.flush()

@@ -10,24 +10,24 @@ import contextlib
 import logging
 import math
 import time
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from rewarm.cache.assemble import Assembly, ForeignRecord, Into
 from rewarm.cache.description import explain_change
-from rewarm.cache.drafts import keys_of
 from rewarm.cache.identity import Identity
+from rewarm.cache.jobs import SaveReport
 from rewarm.cache.memory import free_memory
 from rewarm.cache.reading import RecordReader
 from rewarm.cache.saver import Ending, Saver, Shared
-from rewarm.cache.writer import SaveReport
 from rewarm.errors import DamagedRecord, IndexFault, RecordError
 from rewarm.state.chain import Chain, Key, Tokens, as_tokens, root_key
 from rewarm.state.layout import Layout
 from rewarm.state.plan import Plan, plan
 from rewarm.state.reason import Boundary, Dropped, Reason
 from rewarm.state.sequence import SequenceState
+from rewarm.store.forgotten import Forgotten
 
 log = logging.getLogger("rewarm.cache")
 
@@ -52,6 +52,7 @@ class Match:
         tokens: the prompt, cut to what was asked.
         layout: of the state, or None at a miss.
         plan: the records to read.
+        root: the key that the chain hangs from: model, layout and tenant.
     """
 
     n_tokens: int
@@ -61,6 +62,7 @@ class Match:
     tokens: Tokens = field(default_factory=lambda: as_tokens(()))
     layout: Layout | None = None
     plan: Plan = field(default_factory=Plan)
+    root: Key | None = None
 
 
 class Namespace:
@@ -114,9 +116,12 @@ class Namespace:
             return self._longest(fingerprint, tokens)
         except TimeoutError:
             return Match(0, Reason.TIMEOUT, tokens=tokens)
-        except (IndexFault, OSError) as error:
-            if isinstance(error, IndexFault):
-                self._writer.met(error)
+        except (IndexFault, OSError, ValueError) as error:
+            # A ValueError: the tokens are good, so the index holds what was never written there.
+            fault = (
+                error if isinstance(error, IndexFault) else IndexFault(str(error), broken=isinstance(error, ValueError))
+            )
+            self._writer.met(fault)
             log.debug("nothing can be found now: %s", error)
             return Match(0, Reason.UNAVAILABLE, {"error": str(error)}, tokens=tokens)
 
@@ -127,7 +132,8 @@ class Namespace:
                 found = plan(layout, self._chain(fingerprint, layout, tokens), source)
                 if best is None or found.n > best.n_tokens:
                     nbytes = layout.state_nbytes(found.n)
-                    best = Match(found.n, found.reason, found.detail, nbytes, tokens, layout, found)
+                    root = self._chain(fingerprint, layout, tokens).root
+                    best = Match(found.n, found.reason, found.detail, nbytes, tokens, layout, found, root)
         if best is None:
             changed = explain_change(self.identity, self._store.descriptions()) if len(tokens) else None
             if changed:
@@ -142,19 +148,19 @@ class Namespace:
     def heed(self) -> None:
         """Take note of what any process has forgotten since: for adapters, before their engine's memory is asked."""
         with contextlib.suppress(IndexFault, TimeoutError):
-            self._writer.heed()
+            self._writer.heed(FIND_DEADLINE_S)
 
-    def holds_any(self, keys: Collection[Key], tokens: Iterable[int] | Tokens) -> bool:
-        """Whether the state after `tokens` goes through one of `keys`: for adapters, when they are told to forget."""
+    def holds_any(self, forgotten: Forgotten, tokens: Iterable[int] | Tokens) -> bool:
+        """Whether the state after `tokens` goes through what was forgotten: for adapters, when they are told."""
         fingerprint = self.identity.fingerprint_bytes
         if fingerprint is None:
             return False
         own = as_tokens(tokens)
-        for layout in self._store.layouts(fingerprint):
-            chain = self._chain(fingerprint, layout, own)
-            if any(key in keys for key in keys_of(chain)):
-                return True
-        return False
+        try:
+            layouts = self._store.layouts(fingerprint)
+        except (IndexFault, ValueError):
+            return True  # it cannot be known: rather let go of too much
+        return any(forgotten.covers(self._chain(fingerprint, layout, own)) for layout in layouts)
 
     # Restoring.
 
@@ -166,6 +172,9 @@ class Namespace:
             into: gives the buffer for a tensor of kind rows (name, shape, element type), whose token axis may be
                 longer than asked; without it, arrays are private, writable and contiguous.
             deadline: seconds to give up after; 30 by default.
+
+        Raises:
+            ValueError: the match is another namespace's.
 
         Returns:
             The state; of 0 tokens and without tensors when nothing is left. `reason` says why it is shorter.
@@ -184,6 +193,8 @@ class Namespace:
         fingerprint, layout = self.identity.fingerprint_bytes, match.layout
         if not match.n_tokens or layout is None or fingerprint is None:
             return _nothing(match.reason)
+        if match.root != self._chain(fingerprint, layout, match.tokens).root:
+            raise ValueError("the match is another namespace's")
         free = free_memory()
         if free is not None and match.nbytes > free:
             return _nothing(Reason.BUSY)
@@ -214,7 +225,7 @@ class Namespace:
                 with self._store.looking(FIND_DEADLINE_S, reader.unreadable) as source:
                     chain = self._chain(reader.fingerprint, layout, match.tokens[: match.n_tokens])
                     found = plan(layout, chain, source)
-            except (TimeoutError, IndexFault):
+            except (TimeoutError, IndexFault, ValueError):
                 return _nothing(Reason.UNAVAILABLE)
             if found.n == 0:
                 break
@@ -295,10 +306,10 @@ def _check_words(meta: Mapping[str, Any], label: str | None) -> None:
         ValueError: a label or a value of `meta` that is not plain, or too long.
     """
     for text in (*meta, *meta.values(), label):
-        plain = text is None or isinstance(text, bool | str)
-        if isinstance(text, int):
+        plain = text is None or type(text) in (bool, str)
+        if type(text) is int:
             plain = -(2**63) <= text < 2**63
-        elif isinstance(text, float):
+        elif type(text) is float:
             plain = math.isfinite(text)
         if not plain:
             raise ValueError(f"meta holds plain values only (str, int, float, bool, None), not {text!r}")

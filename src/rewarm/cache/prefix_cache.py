@@ -30,15 +30,18 @@ from rewarm.cache.reading import ReadPool
 from rewarm.cache.saver import Shared
 from rewarm.cache.stats import Stats
 from rewarm.cache.writer import Writer
-from rewarm.state.chain import Key
 from rewarm.store.check import Progress, Report
 from rewarm.store.disk import Disk
 from rewarm.store.entries import Entry
+from rewarm.store.forgotten import Forgotten
 from rewarm.store.room import Removal
 from rewarm.store.settings import Limits, Settings
 from rewarm.store.store import Store
 
 log = logging.getLogger("rewarm.cache")
+
+FLUSH_S = 30.0
+"""How long what removes or checks waits for saves that are being written."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,24 +148,24 @@ class PrefixCache:
 
     def forget(self, entry: Entry | str, *, dry_run: bool = False) -> Removal:
         """Erase an entry and every record that only it needs; what waits to be written is written first."""
-        self.flush()
+        self._writer.flush(FLUSH_S, held=False)
         removal = self.store.forget(_entry_id(entry), dry_run=dry_run)
-        self.flush()
+        self._writer.flush(FLUSH_S, held=False)
         return removal
 
-    def on_forget(self, callback: Callable[[frozenset[Key]], None]) -> None:
-        """Have `callback(keys)` called when a conversation is forgotten, by whichever process: see `holds_any`."""
+    def on_forget(self, callback: Callable[[Forgotten], None]) -> None:
+        """Have `callback(forgotten)` called when a conversation is forgotten, by whichever process: see `holds_any`."""
         self._writer.on_forget(callback)
 
     def clear(self, namespace: Namespace | str | None = None, *, dry_run: bool = False) -> Removal:
         """Erase all records, pinned ones too: of one namespace (or fingerprint, hex), or of all."""
-        self.flush()
+        self._writer.flush(FLUSH_S, held=False)
         if isinstance(namespace, Namespace):
             namespace = namespace.identity.fingerprint
             if namespace is None:
                 return Removal()
         removal = self.store.clear(_fingerprint(namespace), dry_run=dry_run)
-        self.flush()
+        self._writer.flush(FLUSH_S, held=False)
         return removal
 
     def touch(self, match: Match) -> None:
@@ -219,12 +222,12 @@ class PrefixCache:
             progress: told records looked at, and records in all.
             quarantine: move what is damaged out of the way; else nothing is changed.
         """
-        self.flush()
+        self._writer.flush(FLUSH_S, held=False)
         return self.store.verify(progress, quarantine=quarantine)
 
     def repair(self) -> int:
         """Build the index anew from the records; how many it has."""
-        self.flush()
+        self._writer.flush(FLUSH_S, held=False)
         return self.store.repair()
 
 

@@ -11,9 +11,9 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
-from concurrent.futures import TimeoutError as FutureTimeout
 from typing import Any
 
+from rewarm.errors import DamagedRecord
 from rewarm.format.record import Header
 from rewarm.state.chain import Key
 from rewarm.state.plan import Plan
@@ -29,6 +29,10 @@ AHEAD = 3
 HELD_UP_S = 0.25
 
 Record = tuple[Header, dict[str, Array]]
+
+
+class UnreadableRecord(OSError):
+    """A record that the system gave up on reading."""
 
 
 class ReadPool:
@@ -148,11 +152,13 @@ class RecordReader:
         future = self._coming.pop(name)
         try:
             header, arrays = future.result(max(0.0, self._end - time.monotonic()))
-        except FutureTimeout:
+        except TimeoutError as error:
             if future.done():
-                raise
+                raise UnreadableRecord(str(error)) from None  # the system's own word for one read that failed
             self._pool.give_up(future)
             raise TimeoutError("the disk took too long") from None
+        except (ArithmeticError, LookupError, TypeError, ValueError) as error:
+            raise DamagedRecord(f"cannot be taken apart: {error}") from None
         self.nbytes += sum(array.nbytes for array in arrays.values())
         return header, arrays
 

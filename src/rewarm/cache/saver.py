@@ -13,9 +13,10 @@ from dataclasses import dataclass
 from rewarm.cache.description import describe
 from rewarm.cache.drafts import After, Cut, drafts, keys_of, private
 from rewarm.cache.identity import Identity
+from rewarm.cache.jobs import Job, SaveReport
 from rewarm.cache.reading import ReadPool
 from rewarm.cache.stats import Stats
-from rewarm.cache.writer import Job, SaveReport, Writer
+from rewarm.cache.writer import Writer
 from rewarm.errors import IndexFault, RewarmError
 from rewarm.state.chain import Chain, Key, Tokens
 from rewarm.state.layout import Layout
@@ -125,13 +126,13 @@ class Saver:
         """What of a state is there. A point whose window rows are no longer all there counts as not there."""
         store, chain, layout = self._shared.store, cut.chain, cut.layout
         try:
-            present = store.present(keys_of(chain))
+            present = store.present(keys_of(chain), LOOK_DEADLINE_S)
             if not layout.windows:
                 return _Stored(present)
             n = len(chain.tokens)
             with store.looking(LOOK_DEADLINE_S) as source:
                 found = plan(layout, chain, source)
-        except (IndexFault, TimeoutError):
+        except (IndexFault, TimeoutError, ValueError):
             return _Stored(set())
         if found.n == n:
             return _Stored(present)

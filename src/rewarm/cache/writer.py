@@ -12,17 +12,18 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
 
 from rewarm.cache.admission import admit
 from rewarm.cache.expiry import Expiry
+from rewarm.cache.jobs import Job, Notes
 from rewarm.cache.policy import Policy, read_policy
 from rewarm.cache.stats import Stats
 from rewarm.errors import IndexFault, RewarmError
 from rewarm.format.record import finite
 from rewarm.state.chain import Key
-from rewarm.state.reason import Boundary, Dropped
+from rewarm.state.reason import Dropped
 from rewarm.store.files import RecordName
+from rewarm.store.forgotten import Forgotten
 from rewarm.store.saves import Save
 from rewarm.store.store import Store
 
@@ -31,71 +32,8 @@ log = logging.getLogger("rewarm.cache")
 NOTE_INTERVAL_S = 1.0
 HEED_DEADLINE_S = 10.0
 WANTED_S = 60.0
-MAX_BAD = 1000
-"""Bad records that wait to be dealt with, while the index cannot be used."""
-
-
-class SaveReport:
-    """What became of a save.
-
-    Attributes:
-        n_tokens: tokens of the state that was saved.
-        nbytes: bytes that were copied into the queue.
-        queued: whether the writer has it, or had nothing left to write.
-        reason: why it was dropped, wholly or in part, or None.
-    """
-
-    def __init__(self, n_tokens: int, nbytes: int = 0, reason: Dropped | None = None) -> None:
-        self.n_tokens = n_tokens
-        self.nbytes = nbytes
-        self.reason = reason
-        self.queued = reason is None
-        self._done = threading.Event()
-        if reason is not None:
-            self._done.set()
-
-    @property
-    def done(self) -> bool:
-        """Whether nothing of it waits any more."""
-        return self._done.is_set()
-
-    def wait(self, timeout: float | None = None) -> bool:
-        """Wait until nothing of it waits any more."""
-        return self._done.wait(timeout)
-
-    def settle(self, reason: Dropped | None) -> None:
-        """The writer is through with it."""
-        self.reason = self.reason or reason
-        self._done.set()
-
-
-@dataclass(slots=True, eq=False)
-class Job:
-    """A save in the queue.
-
-    Attributes:
-        prepare: gives the save that is to be written, out of `save`; None while the model's identity is not known;
-            raises `RewarmError` when it never will be.
-        nbytes: what it holds in memory.
-        report: for the caller.
-        save: what waits, where it is known already which records that is.
-    """
-
-    prepare: Callable[[Save | None], Save | None]
-    nbytes: int
-    report: SaveReport
-    save: Save | None = None
-
-
-@dataclass(slots=True)
-class _Notes:
-    """What was used since the last time that it was stored."""
-
-    paths: list[tuple[Key, ...]] = field(default_factory=list)
-    ends: list[Key] = field(default_factory=list)
-    bad: list[tuple[RecordName, str, bool]] = field(default_factory=list)
-    forgets: int | None = None
-    index_is_broken: bool = False
+MAX_UNSYNCED = 10_000
+"""Names of records kept for a durable flush; past these it pushes everything."""
 
 
 class Writer:
@@ -117,7 +55,7 @@ class Writer:
         self._queue: deque[Job] = deque()
         self._held: list[Job] = []
         self._current: Job | None = None
-        self._notes = _Notes()
+        self._notes = Notes()
         self._wanted: dict[tuple[Key, ...], float] = {}
         self._synced: list[RecordName] = []
         self._nbytes = 0
@@ -126,11 +64,12 @@ class Writer:
         self._ended = False
         self._at_end: Callable[[], None] | None = None
         self._passing = 0
-        self._policy, self._policy_s = read_policy(store.settings().policy), time.monotonic()
+        self._policy = read_policy(store.settings().policy)
+        self._sync_all = False
         self._n_forgets = store.n_forgets()
         self._expiry = Expiry(store, clock)
         self._heeding = threading.Lock()
-        self._on_forget: list[Callable[[frozenset[Key]], None]] = []
+        self._on_forget: list[Callable[[Forgotten], None]] = []
         self._thread = threading.Thread(target=self._run, name="rewarm-writer", daemon=True)
         self._thread.start()
 
@@ -160,29 +99,17 @@ class Writer:
                 self._queue.append(job)
                 self._nbytes += job.nbytes
                 self._changed.notify_all()
-                self._absorb(job)
+                for other in self._queue:
+                    if other is not job:
+                        job.absorb(other)
         if reason is not None:
             self._stats.dropped(reason)
             job.report.queued = False
             job.report.settle(reason)
         return reason is None
 
-    def _absorb(self, job: Job) -> None:
-        """Take the points out of waiting saves whose entry `job` moves on; their blocks are still needed."""
-        for other in self._queue:
-            if other is not job and other.save is not None and job.save is not None and _goes_on(other.save, job.save):
-                blocks = tuple(draft for draft in other.save.drafts if not draft.name.is_point)
-                point_nbytes = sum(draft.nbytes for draft in other.save.drafts if draft.name.is_point)
-                other.save = replace(other.save, drafts=blocks)
-                other.nbytes -= point_nbytes
-                self._nbytes -= point_nbytes
-
     def policy(self) -> Policy:
-        """The rules in force; read anew after a second, or when a save is written."""
-        now = time.monotonic()
-        if now > self._policy_s + NOTE_INTERVAL_S:
-            with contextlib.suppress(RewarmError):
-                self._policy, self._policy_s = read_policy(self._store.settings().policy), now
+        """The rules in force; read anew by the writer's thread every second, and before each save."""
         return self._policy
 
     def note(self, path: tuple[Key, ...], end: Key | None = None) -> None:
@@ -208,34 +135,50 @@ class Writer:
             self._notes.bad.append((name, why, missing))
             self._changed.notify_all()
 
-    def on_forget(self, callback: Callable[[frozenset[Key]], None]) -> None:
-        """Have `callback(keys)` called when a conversation is forgotten, by whichever process."""
+    def on_forget(self, callback: Callable[[Forgotten], None]) -> None:
+        """Have `callback(forgotten)` called when a conversation is forgotten, by whichever process."""
         self._on_forget.append(callback)
 
     def heed(self, deadline_s: float = HEED_DEADLINE_S) -> None:
         """Take note of what was forgotten since the last time: drop queued saves of it, and tell who holds it.
 
         Raises:
-            TimeoutError: others hold the index longer than `deadline_s`.
             IndexFault: the index cannot be used now.
+            TimeoutError: it took longer than `deadline_s`.
         """
-        with self._heeding:
-            number = self._store.n_forgets(deadline_s)
+        end = time.monotonic() + deadline_s
+        if not self._heeding.acquire(timeout=deadline_s):
+            raise TimeoutError("what was forgotten is being looked up")
+        try:
+            number = self._store.n_forgets(max(0.0, end - time.monotonic()))
             if number == self._n_forgets:
                 return
-            keys = frozenset(self._store.forgotten_since(self._n_forgets))
-            self._drop(keys)
+            forgotten = self._store.forgotten_since(self._n_forgets)
+            self._drop(forgotten)
             for callback in self._on_forget:
-                callback(keys)
+                self._tell(callback, forgotten)
             self._n_forgets = number
+        finally:
+            self._heeding.release()
         with self._changed:
             self._notes.forgets = number
             self._changed.notify_all()
 
-    def _drop(self, keys: frozenset[Key]) -> None:
-        """Drop queued saves that would write a forgotten record, or one that hangs from it."""
+    def _tell(self, callback: Callable[[Forgotten], None], forgotten: Forgotten) -> None:
+        try:
+            callback(forgotten)
+        except Exception:
+            # An adapter's fault must neither end this thread nor become a request's error.
+            log.exception("an adapter failed when it was told what was forgotten")
+
+    def _drop(self, forgotten: Forgotten) -> None:
+        """Drop queued saves that go through what was forgotten; saves that are not known yet remember it."""
         with self._changed:
-            dropped = [job for job in self._queue if job.save is not None and not keys.isdisjoint(_all_keys(job.save))]
+            waiting = [*self._queue, *self._held, *([self._current] if self._current else [])]
+            for job in waiting:
+                job.forgotten |= forgotten
+                job.absorbed = [save for save in job.absorbed if not forgotten.covers(save.chain)]
+            dropped = [job for job in self._queue if job.save is not None and forgotten.covers(job.save.chain)]
             for job in dropped:
                 self._queue.remove(job)
                 self._nbytes -= job.nbytes
@@ -248,6 +191,7 @@ class Writer:
         if fault.broken:
             with self._changed:
                 self._notes.index_is_broken = True
+                self._notes.n_attached = self._store.n_attached
                 self._changed.notify_all()
 
     def wake(self) -> None:
@@ -257,27 +201,41 @@ class Writer:
             self._held.clear()
             self._changed.notify_all()
 
-    def flush(self, timeout: float | None, *, durable: bool = False) -> bool:
-        """Wait until everything queued so far is written and every note stored; whether it is."""
+    def flush(self, timeout: float | None, *, durable: bool = False, held: bool = True) -> bool:
+        """Wait until everything queued so far is written and every note stored; whether it is.
+
+        Args:
+            timeout: seconds, or None.
+            durable: push what was written to the medium too.
+            held: wait also for saves whose model is not identified yet.
+        """
         with contextlib.suppress(IndexFault, TimeoutError):
             self.heed()
-        end = None if timeout is None else time.monotonic() + timeout
+        names: list[RecordName] = []
         with self._changed:
             self._passing += 1
             self._changed.notify_all()
-            idle = self._changed.wait_for(lambda: self._idle() or not self._thread.is_alive(), timeout)
+            idle = self._changed.wait_for(lambda: self._ended or self._idle(held=held), timeout)
+            idle = idle and self._idle(held=held)
             self._passing -= 1
-            names, self._synced = (self._synced, []) if durable else ([], self._synced)
-        if durable and idle:
-            try:
-                self._store.sync(names)
-            except (OSError, IndexFault) as error:
-                log.warning("what was saved is written, but could not be pushed to the medium: %s", error)
-                return False
-        return idle and (end is None or time.monotonic() <= end + 1.0)
+            if durable and idle:
+                names, self._synced = self._synced, []
+        return idle and (not durable or self._push(names))
 
-    def _idle(self) -> bool:
-        return not (self._queue or self._held or self._current or self._storing or self._has_notes())
+    def _push(self, names: list[RecordName]) -> bool:
+        try:
+            self._store.sync(None if self._sync_all else names)
+        except (OSError, IndexFault) as error:
+            log.warning("what was saved is written, but could not be pushed to the medium: %s", error)
+            with self._changed:
+                self._synced = [*names, *self._synced]
+            return False
+        self._sync_all = False
+        return True
+
+    def _idle(self, *, held: bool = True) -> bool:
+        waiting = self._queue or self._current or self._storing or (held and self._held)
+        return not (waiting or self._has_notes())
 
     def _has_notes(self) -> bool:
         notes = self._notes
@@ -322,7 +280,7 @@ class Writer:
             if job is None or self._has_notes():
                 self._store_notes()
             if job is not None:
-                self._finish(job, self._write(job))
+                self._write(job)
             if stop:
                 break
         with self._changed:
@@ -340,52 +298,68 @@ class Writer:
             self._stats.dropped(reason)
         with self._changed:
             self._current = None
-            if job in self._held:
-                return
             self._nbytes -= job.nbytes
             job.report.settle(reason)
             self._changed.notify_all()
 
-    def _write(self, job: Job) -> Dropped | None:
+    def _write(self, job: Job) -> None:
         try:
-            return self._try_to_write(job)
+            save = self._prepared(job)
+            if save is None and self._hold(job):
+                return
+            reason = Dropped.CLOSED if save is None else self._try_to_write(job, save)
+        except _Refused as refused:
+            reason = refused.reason
         except Exception:
             # The last line of defence: whatever is wrong with one save, the thread goes on with the next.
             log.exception("a save was dropped. What is stored is untouched, and saving goes on.")
-            return Dropped.UNAVAILABLE
+            reason = Dropped.UNAVAILABLE
+        if reason is not None:
+            # What it would have made superfluous is needed after all.
+            for absorbed in job.absorbed:
+                self._commit(absorbed)
+        self._finish(job, reason)
 
-    def _try_to_write(self, job: Job) -> Dropped | None:
+    def _hold(self, job: Job) -> bool:
+        """Set a save aside whose model is not identified yet; not when the cache is being closed."""
+        with self._changed:
+            if not self._closing:
+                self._held.append(job)
+                self._current = None
+                self._changed.notify_all()
+                return True
+        return False
+
+    def _prepared(self, job: Job) -> Save | None:
         try:
-            save = job.prepare(job.save)
+            return job.prepare(job.save)
         except IndexFault as error:
             log.warning("a save was dropped: %s. What is stored is untouched, and saving goes on.", error)
-            return Dropped.UNAVAILABLE
+            raise _Refused(Dropped.UNAVAILABLE) from None
         except RewarmError as error:
             log.warning("a save was dropped: %s", error)
-            return Dropped.IDENTITY_FAILED
-        if save is None:
-            with self._changed:
-                if self._closing:
-                    return Dropped.CLOSED
-                self._held.append(job)
-            return None
+            raise _Refused(Dropped.IDENTITY_FAILED) from None
+
+    def _try_to_write(self, job: Job, save: Save) -> Dropped | None:
         for draft in save.drafts:
             if not all(finite(part) for part in draft.parts):
                 log.warning("a state with NaN or infinity was not saved")
                 return Dropped.NOT_FINITE
+        with contextlib.suppress(IndexFault, TimeoutError):
+            self.heed()
+        if job.is_forgotten(save):
+            return Dropped.FORGOTTEN
         return self._commit(save)
 
     def _commit(self, save: Save) -> Dropped | None:
         now_s = self._clock()
         day = int(now_s // 86_400)
         try:
-            self.heed()
-            save, dropped = admit(save, self.policy(), self._store, day)
+            self._refresh_policy()
+            save, dropped = admit(save, self._policy, self._store, day)
             if dropped is not None and not save.drafts:
                 return dropped
             outcome = self._store.commit(save, self._spared(), now_s)
-            if outcome.nbytes:
-                self._store.count_written(outcome.nbytes, day)
         except (RewarmError, OSError) as error:
             if isinstance(error, IndexFault):
                 self.met(error)
@@ -393,7 +367,16 @@ class Writer:
             return Dropped.UNAVAILABLE
         with self._changed:
             self._synced += [draft.name for draft in save.drafts]
+            if len(self._synced) > MAX_UNSYNCED:
+                self._synced, self._sync_all = [], True
+        if outcome.nbytes:
+            with contextlib.suppress(IndexFault):
+                self._store.count_written(outcome.nbytes, day)
         return outcome.dropped or dropped
+
+    def _refresh_policy(self) -> None:
+        with contextlib.suppress(RewarmError):
+            self._policy = read_policy(self._store.settings().policy)
 
     def _spared(self) -> set[Key]:
         """What goes only when nothing else is left: what was just found, and what waiting saves build on."""
@@ -405,54 +388,68 @@ class Writer:
 
     def _store_notes(self) -> None:
         with self._changed:
-            notes, self._notes = self._notes, _Notes()
+            notes, self._notes = self._notes, Notes()
             self._storing = True
-        counts = self._stats.take()
+            now = time.monotonic()
+            self._wanted = {path: until for path, until in self._wanted.items() if until > now}
         try:
-            self._store.look_after()
-            if notes.index_is_broken:
-                self._store.renew_index()
-            if notes.forgets is not None:
-                self._store.note_forgets(notes.forgets)
-            for name, why, missing in notes.bad:
-                self._store.settle_bad(name, why, missing=missing)
-            if notes.paths or notes.ends or counts:
-                self._store.note_use(_latest(notes.paths), notes.ends, counts, self._clock())
-        except (IndexFault, OSError) as error:
-            if isinstance(error, IndexFault):
-                self.met(error)
-            log.debug("recency and counters wait: %s", error)
-            self._stats.settle(stored=False)
-            self._notes_failed = True
-            with self._changed:
-                self._notes.bad = [*notes.bad, *self._notes.bad][-MAX_BAD:]
-            time.sleep(0 if self._closing else 0.05)
-        else:
-            self._stats.settle(stored=True)
-            self._notes_failed = False
+            self._note(notes)
+            self._refresh_policy()
+            self.heed()
+            self._stats.add_if("expired_entries", self._expiry.sweep(self._policy.keep_days))
+        except (RewarmError, OSError) as error:
+            log.debug("what was used is noted later: %s", error)
+        except Exception:
+            # The last line of defence, as for saves: the thread goes on.
+            log.exception("noting what was used failed; it is tried again")
         with self._changed:
             self._storing = False
             self._changed.notify_all()
-        with contextlib.suppress(RewarmError, OSError):
-            self.heed()
-            self._stats.add_if("expired_entries", self._expiry.sweep(self.policy().keep_days))
+
+    def _note(self, notes: Notes) -> None:
+        """Store notes; what cannot be stored now is put back."""
+        counts = self._stats.take()
+        stored = False
+        try:
+            self._store.look_after()
+            if notes.index_is_broken and notes.n_attached == self._store.n_attached:
+                self._store.renew_index()
+            notes.index_is_broken = False
+            if notes.forgets is not None:
+                self._store.note_forgets(notes.forgets)
+                notes.forgets = None
+            if notes.paths or notes.ends or counts:
+                self._store.note_use(_latest(notes.paths), notes.ends, counts, self._clock())
+                notes.paths, notes.ends = [], []
+            stored = True
+            while notes.bad:
+                self._settle(*notes.bad[0])
+                notes.bad.pop(0)
+        except IndexFault as fault:
+            self.met(fault)
+            raise
+        finally:
+            self._stats.settle(stored=stored)
+            self._notes_failed = not stored or bool(notes.bad)
+            with self._changed:
+                self._notes.merge(notes)
+            if self._notes_failed:
+                time.sleep(0 if self._closing else 0.05)
+
+    def _settle(self, name: RecordName, why: str, missing: bool) -> None:  # noqa: FBT001
+        """Deal with one bad record; one that cannot be moved is left where it is, unused by this process."""
+        try:
+            self._store.settle_bad(name, why, missing=missing)
+        except OSError as error:
+            log.warning("%s is damaged and cannot be moved (%s); it is not used", name.file_name, error)
 
 
-def _goes_on(earlier: Save, later: Save) -> bool:
-    """Whether `later` moves on the entry of `earlier`, whose end nobody will ask for then."""
-    n = earlier.n
-    return (
-        earlier.layout.rows_only
-        and earlier.boundary is not Boundary.SYSTEM
-        and earlier.label in (None, later.label)
-        and earlier.chain.root == later.chain.root
-        and n < later.n
-        and bool((earlier.chain.tokens == later.chain.tokens[:n]).all())
-    )
+class _Refused(Exception):
+    """A save that is not written, and why."""
 
-
-def _all_keys(save: Save) -> list[Key]:
-    return [*save.chain.blocks(), save.chain.point(save.n)]
+    def __init__(self, reason: Dropped) -> None:
+        super().__init__(reason)
+        self.reason = reason
 
 
 def _latest(paths: Sequence[tuple[Key, ...]]) -> list[tuple[Key, ...]]:

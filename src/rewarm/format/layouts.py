@@ -36,8 +36,11 @@ def decode_layout(data: bytes) -> Layout:
     """The layout in `data`.
 
     Raises:
-        msgspec.DecodeError: there is none.
+        ValueError: there is none.
     """
-    read = _decoder.decode(data)
+    try:
+        read = _decoder.decode(data)
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise ValueError(f"no layout: {error}") from None
     specs = (TensorSpec(s.name, s.kind, s.dtype, s.storage, s.axis, s.shape, s.size, s.keep) for s in read.tensors)
     return Layout(tuple(specs), read.valid_from)

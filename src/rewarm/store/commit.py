@@ -13,12 +13,12 @@ from __future__ import annotations
 
 import errno
 import logging
-from collections.abc import Collection
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, replace
 
 from rewarm.errors import DamagedRecord, NewerFormat
 from rewarm.format.layouts import encode_layout
-from rewarm.format.record import Encoded, Header, encode, round_up
+from rewarm.format.record import ALIGNMENT, Encoded, Header, encode, round_up
 from rewarm.state.chain import Key, ordered
 from rewarm.state.reason import Dropped
 from rewarm.store.entries import End, EntryMove
@@ -59,12 +59,12 @@ class Committer:
         self._lock = lock
         self._evicting_helps = True
 
-    def write(self, save: Save, limits: Limits, wanted: Collection[Key], now_s: float) -> Outcome:
+    def write(self, save: Save, limits: Callable[[], Limits], wanted: Collection[Key], now_s: float) -> Outcome:
         """Write a save's records, a batch at a time, and move its entry on.
 
         Args:
             save: what to write; records that are there by now are left out.
-            limits: every field set.
+            limits: asked inside each transaction; every field set.
             wanted: keys that are evicted only when nothing else is left.
             now_s: seconds since 1970.
 
@@ -77,6 +77,10 @@ class Committer:
         if move.id is None and save.layout.rows_only:
             # It lies on an entry's path, where rows can be cut: no entry would ever let go of a point there.
             drafts = tuple(draft for draft in drafts if not draft.name.is_point)
+        if not drafts:
+            self._settle_entry(save, move, now_s)
+        elif not self._fits(save, drafts, limits()):
+            outcome.dropped = Dropped.TOO_LARGE
         while drafts and outcome.dropped is None:
             n, nbytes = 1, drafts[0].nbytes
             while n < min(len(drafts), BATCH_FILES) and nbytes + drafts[n].nbytes <= BATCH_NBYTES:
@@ -85,11 +89,18 @@ class Committer:
             records = [self._encode(draft, save, move, now_s) for draft in drafts[:n]]
             drafts = drafts[n:]
             self._write_batch(records, save, limits, wanted, outcome)
-        if outcome.dropped is None:
-            self._settle_entry(save, move, now_s)
-        elif outcome.error:
+            # After each batch, so that whatever is there belongs to an entry, however this save ends.
+            move = self._settle_entry(save, move, now_s)
+        if outcome.error:
             log.warning("a record could not be written (%s); what is stored is untouched", outcome.error)
         return outcome
+
+    def _fits(self, save: Save, drafts: Sequence[Draft], limits: Limits) -> bool:
+        """Whether the whole conversation can be there at all: what is there of it, and what comes."""
+        blocks = save.chain.blocks()
+        coming = sum(round_up(draft.nbytes) + ALIGNMENT for draft in drafts)
+        size = self.index.path_nbytes(blocks) + coming + self.index.own_nbytes()
+        return size <= (limits.max_bytes or 0) and len(blocks) + 1 <= (limits.max_files or 0)
 
     def _encode(self, draft: Draft, save: Save, move: EntryMove, now_s: float) -> _Record:
         name = draft.name
@@ -118,16 +129,21 @@ class Committer:
         return _Record(name, encoded, row)
 
     def _write_batch(
-        self, records: list[_Record], save: Save, limits: Limits, wanted: Collection[Key], outcome: Outcome
+        self,
+        records: list[_Record],
+        save: Save,
+        limits: Callable[[], Limits],
+        wanted: Collection[Key],
+        outcome: Outcome,
     ) -> None:
         """Steps 1 to 3 for one batch."""
         with self.index.transaction():
             self._recovery.finish_left()
-            records, outcome.dropped = self._admissible(records, save, limits)
+            records, outcome.dropped = self._admissible(records, save)
             if outcome.dropped or not records:
                 return
             nbytes = sum(record.row.nbytes for record in records)
-            need = self._room.need(limits, nbytes, len(records))
+            need = self._room.need(limits(), nbytes, len(records))
             victims = self._room.choose(need, save.path, wanted)
             if not need.is_met():
                 outcome.dropped = Dropped.NO_SPACE
@@ -146,13 +162,32 @@ class Committer:
         self._evicting_helps = outcome.dropped is None or (self._evicting_helps and bool(written))
         outcome.n_evicted += len(gone)
         with self.index.transaction():
-            for record in written:
-                self.index.insert(record.row, 0)
-            self.index.use([*save.path, *(record.name.key for record in written)])
-            if written:
-                self.index.add_layout(save.fingerprint, save.layout.digest, encode_layout(save.layout))
+            self._enter(written, save, outcome)
             self._room.settle(victims, gone)
             self.index.end_intent(intent)
+
+    def _enter(self, written: Sequence[_Record], save: Save, outcome: Outcome) -> None:
+        """Step 3: rows in, as far as what they build on is still there; meanwhile others may have evicted or erased."""
+        forgotten = self.index.forgotten_since(0).covers(save.chain)
+        entered: list[Key] = []
+        for i, record in enumerate(written):
+            if forgotten or not self._holds(record, save, entered):
+                outcome.dropped = Dropped.FORGOTTEN if forgotten else Dropped.PARENT_GONE
+                for other in written[i:]:
+                    if self.index.row(other.name.key) is None:
+                        self.files.remove(other.name)
+                break
+            self.index.insert(record.row, 0)
+            entered.append(record.name.key)
+        self.index.use([*save.path, *entered])
+        if entered:
+            self.index.add_layout(save.fingerprint, save.layout.digest, encode_layout(save.layout))
+
+    def _holds(self, record: _Record, save: Save, entered: Sequence[Key]) -> bool:
+        """Whether a record's parent, and the point behind which it begins, are there."""
+        needed = {record.row.parent} | ({record.row.after} if record.row.after is not None else set())
+        needed -= {save.chain.root, *entered}
+        return len(self.index.present([*needed])) == len(needed)
 
     def _make_room(
         self, records: list[_Record], intent: int, path: Collection[Key], wanted: Collection[Key]
@@ -163,7 +198,7 @@ class Committer:
             self._room.condemn(victims, intent)
         return victims
 
-    def _admissible(self, records: list[_Record], save: Save, limits: Limits) -> tuple[list[_Record], Dropped | None]:
+    def _admissible(self, records: list[_Record], save: Save) -> tuple[list[_Record], Dropped | None]:
         """The records that are not there yet, or why none may be written."""
         keys = [record.name.key for record in records]
         present = self.index.present(keys)
@@ -174,27 +209,21 @@ class Committer:
         ]
         if not left:
             return [], None
-        coming = present | {record.name.key for record in left} | {save.chain.root}
-        afters = {record.row.after for record in left if record.row.after is not None}
-        parents = ({record.row.parent for record in left} | afters) - coming
-        if self._are_forgotten([record.name.key for record in left]):
+        if self._is_forgotten(save):
             return [], Dropped.FORGOTTEN
         if any(self.index.is_condemned(record.name.key) for record in left):
             return [], Dropped.PARENT_GONE
-        if len(self.index.present([*parents])) < len(parents):
+        coming = [*present, *(record.name.key for record in left)]
+        if not all(self._holds(record, save, coming) for record in left):
             return [], Dropped.PARENT_GONE
-        blocks = save.chain.blocks()
-        size = self.index.path_nbytes(blocks) + sum(draft.nbytes for draft in save.drafts)
-        if size + self.index.own_nbytes() > (limits.max_bytes or 0) or len(blocks) + 1 > (limits.max_files or 0):
-            return [], Dropped.TOO_LARGE
         return left, None
 
-    def _are_forgotten(self, keys: list[Key]) -> bool:
-        """Whether one of `keys` was forgotten and some living process has not taken note of it yet."""
-        if not self.index.are_forgotten(keys):
+    def _is_forgotten(self, save: Save) -> bool:
+        """Whether it goes through what was forgotten, and some living process has not taken note of that yet."""
+        if not self.index.forgotten_since(0).covers(save.chain):
             return False
         self._recovery.settle_forgets()
-        return self.index.are_forgotten(keys)
+        return self.index.forgotten_since(0).covers(save.chain)
 
     def _write_files(self, records: list[_Record], outcome: Outcome) -> list[_Record]:
         """Step 2: the records that are in place now, up to the first that failed."""
@@ -223,26 +252,43 @@ class Committer:
             return False
         return header.layout == record.row.layout and header.after == record.row.after
 
-    def _settle_entry(self, save: Save, move: EntryMove, now_s: float) -> None:
-        """Move the entry on; what its path needs no more goes: a rows-only point at its old end, thinned points."""
-        n, size = save.n, save.chain.block_tokens
-        parent = save.chain.parent(n // size)
-        end = End(save.chain.point(n), parent, ordered(save.chain.tail(n // size)), n)
+    def _settle_entry(self, save: Save, move: EntryMove, now_s: float) -> EntryMove:
+        """Move the entry on to the save's end, or to the deepest block that is there; the move that comes next.
+
+        What its path needs no more goes: a rows-only point at its old end, thinned points.
+        """
         with self.index.transaction():
-            if self.index.row(end.key) is None:
-                return
+            end = self._end(save)
+            if end is None:
+                return move
             self.index.use([*save.path, end.key])
-            place = (save.fingerprint, save.layout.digest)
-            self.entries.apply(move, end, place, save.boundary.value, now_s)
-            stale = self._stale(save, move)
+            if move.id is None:
+                return move
+            if not self.entries.ends_further(move, end):
+                place = (save.fingerprint, save.layout.digest)
+                move = self.entries.apply(move, end, place, save.boundary.value, now_s)
+            stale = self._stale(save, move, end)
             if not stale:
-                return
-            intent = self.index.add_intent(self._lock.process, 0, [])
+                return replace(move, from_end=end.key)
+            intent = self.index.add_intent(self._lock.process)
             for row in stale:
                 self.index.condemn(row.name.key, intent)
         self._remover.finish(intent, stale)
+        return replace(move, from_end=end.key)
 
-    def _stale(self, save: Save, move: EntryMove) -> list[Row]:
+    def _end(self, save: Save) -> End | None:
+        """The deepest record of a save that is there: its point, or a block."""
+        n, size = save.n, save.chain.block_tokens
+        if self.index.row(save.chain.point(n)) is not None:
+            tail = ordered(save.chain.tail(n // size))
+            return End(save.chain.point(n), save.chain.parent(n // size), tail, n)
+        n_blocks = self.index.n_present(save.chain.blocks())
+        if n_blocks == 0:
+            return None
+        block = save.chain.block(n_blocks - 1)
+        return End(block, block, b"", n_blocks * size)
+
+    def _stale(self, save: Save, move: EntryMove, end: End) -> list[Row]:
         if move.id is None:
             return []
         if not save.layout.rows_only and not save.thin:
@@ -250,6 +296,6 @@ class Committer:
         if not save.layout.rows_only:
             return [row for key in thin(self.entries.own(move.id), save.n, self.index) if (row := self.index.row(key))]
         old = self.index.row(move.from_end) if move.from_end else None
-        if old is None or not old.name.is_point or self.entries.ends_at(old.name.key):
+        if old is None or not old.name.is_point or old.n > end.n or self.entries.ends_at(old.name.key):
             return []
         return [] if self.index.hanging(old.name.key) else [old]

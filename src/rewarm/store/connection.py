@@ -133,9 +133,10 @@ class Connection:
         with self._lock, _faults():
             return self._db.execute(sql, values).fetchone()
 
-    def erase_log(self) -> None:
-        """Move the log into the database and truncate it, so that deleted rows are in neither."""
-        self.execute("PRAGMA wal_checkpoint(TRUNCATE)")
+    def erase_log(self) -> bool:
+        """Move the log into the database and truncate it, so that deleted rows are in neither; whether it is."""
+        busy = self.one("PRAGMA wal_checkpoint(TRUNCATE)")
+        return busy is not None and not busy[0]
 
 
 @contextlib.contextmanager

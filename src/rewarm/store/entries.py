@@ -148,8 +148,8 @@ class Entries:
             if row[4] < n and ordered(chain.tokens[at[row[2]] : at[row[2]] + size]).startswith(row[3])
         ]
 
-    def apply(self, move: EntryMove, end: End, place: tuple[bytes, bytes], boundary: str, now_s: float) -> None:
-        """Do what `decide` found; when the entry has moved meanwhile, a new one begins.
+    def apply(self, move: EntryMove, end: End, place: tuple[bytes, bytes], boundary: str, now_s: float) -> EntryMove:
+        """Do what `decide` found; when the entry has moved meanwhile, a new one begins. What was done.
 
         Args:
             move: from `decide`.
@@ -159,7 +159,7 @@ class Entries:
             now_s: seconds since 1970.
         """
         if move.id is None:
-            return
+            return move
         if move.from_end is not None:
             cursor = self._index.execute(
                 'UPDATE entries SET "end" = ?, parent = ?, tail = ?, n = ?, label = ?, boundary = ?, matched_s = ?'
@@ -167,7 +167,7 @@ class Entries:
                 (end.key, end.parent, end.tail, end.n, move.label, boundary, now_s, move.id, move.from_end),
             )
             if cursor.rowcount:
-                return
+                return move
             move = replace(move, id=secrets.token_bytes(16))
         namespace = self._index.namespace_id(place[0])
         self._index.execute(
@@ -175,6 +175,12 @@ class Entries:
             " created_s, matched_s) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
             (move.id, namespace, place[1], end.key, end.parent, end.tail, end.n, move.label, boundary, now_s, now_s),
         )
+        return move
+
+    def ends_further(self, move: EntryMove, end: End) -> bool:
+        """Whether the entry that would be moved ends at `end` or behind it already."""
+        found = self._index.one("SELECT n FROM entries WHERE id = ?", (move.id,))
+        return found is not None and int(found[0]) >= end.n and move.from_end is not None
 
     def restore(self, move: EntryMove, end: End, place: tuple[bytes, bytes], boundary: str, now_s: float) -> None:
         """Enter an entry as a point's header names it, or let it end there when that is further on."""
@@ -216,7 +222,7 @@ class Entries:
         return bool(children) or self.ends_at(block) > 0
 
     def own(self, entry_id: bytes) -> list[Child]:
-        """The records that only this entry needs, deepest first."""
+        """The records that only this entry needs, deepest first; over the holes that damage has left."""
         found = self._index.one(f"SELECT {_COLUMNS} FROM entries WHERE id = ?", (entry_id,))
         if found is None:
             return []
@@ -225,12 +231,14 @@ class Entries:
         while True:
             here, shared = self._own_under(parent, tail, below, entry_id)
             own += here
-            block = self._index.child(parent)
-            if shared or block is None or self._others_end(parent, entry_id):
+            block, row, hole = self._index.child(parent), self._index.row(parent), self._index.hole(parent)
+            if shared or self._others_end(parent, entry_id) or (row is None and hole is None):
                 return own
-            row = self._index.row(parent)
-            own.append(block)
-            parent, tail, below = row.parent if row else Key(b""), block.tokens, block.key
+            if block is not None and row is not None:
+                own.append(block)
+                parent, tail, below = row.parent, block.tokens, block.key
+            elif hole is not None:
+                parent, tail, below = hole[0], hole[1], parent
 
     def _own_under(self, parent: Key, tail: bytes, below: Key | None, entry_id: bytes) -> tuple[list[Child], bool]:
         """This entry's own points under `parent`, deepest first, and whether others hang there too."""

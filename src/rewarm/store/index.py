@@ -16,6 +16,7 @@ from rewarm.state.chain import Key
 from rewarm.state.plan import Child
 from rewarm.store.connection import LOG_NBYTES, Connection
 from rewarm.store.files import RecordName
+from rewarm.store.forgotten import Forgotten
 
 _BATCH = 500
 
@@ -155,12 +156,37 @@ class Index(Connection):
         name = new.name
         namespace = self.namespace_id(name.fingerprint)
         values = (name.key, new.parent, name.is_point, new.tokens, namespace, new.layout, new.n)
+        self.close_holes([name.key])
         self.execute(sql, (*values, new.after, new.nbytes, used))
 
     def delete(self, keys: Iterable[Key]) -> None:
         """Take rows out."""
         for key in keys:
             self.execute("DELETE FROM records WHERE key = ?", (key,))
+
+    def leave_hole(self, key: Key) -> None:
+        """Take a row out, and remember where its chain went on, for what hangs below."""
+        self.execute("INSERT OR REPLACE INTO holes SELECT key, parent, tokens FROM records WHERE key = ?", (key,))
+        self.delete([key])
+
+    def hole(self, key: Key) -> tuple[Key, bytes] | None:
+        """Parent and tokens of a block that is gone while something hung from it."""
+        row = self.one("SELECT parent, tokens FROM holes WHERE key = ?", (key,))
+        return (Key(row[0]), row[1]) if row else None
+
+    def prune_holes(self) -> None:
+        """Forget holes from which nothing hangs any more."""
+        sql = (
+            "DELETE FROM holes WHERE NOT EXISTS (SELECT 1 FROM records WHERE parent = holes.key)"
+            " AND NOT EXISTS (SELECT 1 FROM holes AS below WHERE below.parent = holes.key)"
+        )
+        while self.execute(sql).rowcount > 0:
+            continue
+
+    def close_holes(self, keys: Iterable[Key]) -> None:
+        """Forget where chains went on."""
+        for key in keys:
+            self.execute("DELETE FROM holes WHERE key = ?", (key,))
 
     def condemn(self, key: Key, intent: int) -> None:
         """Mark a record as being removed by `intent`; nobody finds it any more."""
@@ -236,12 +262,13 @@ class Index(Connection):
         """Those of `keys` (500 at most) that were seen before."""
         return {Key(row[0]) for row in self._among("SELECT key FROM sightings WHERE key", keys)}
 
-    def forget(self, keys: Iterable[Key]) -> int:
-        """Let nobody write `keys` until every living process has taken note; the number of this forgetting."""
+    def forget(self, rows: Iterable[Row]) -> int:
+        """Let nobody write these records until every living process has taken note; the number of this forgetting."""
         self.count("forgets", 1)
         number = self.n_forgets()
-        for key in keys:
-            self.execute("INSERT OR REPLACE INTO forgotten VALUES (?, ?)", (key, number))
+        for row in rows:
+            key, length = row.name.key, row.n if row.name.is_point else 0
+            self.execute("INSERT OR REPLACE INTO forgotten VALUES (?, ?, ?)", (key, number, length))
             self.execute("DELETE FROM evicted WHERE key = ?", (key,))
             self.execute("DELETE FROM sightings WHERE key = ?", (key,))
         return number
@@ -251,13 +278,10 @@ class Index(Connection):
         found = self.one("SELECT value FROM counters WHERE name = 'forgets'")
         return int(found[0]) if found else 0
 
-    def forgotten_since(self, number: int) -> set[Key]:
-        """Keys forgotten after the forgetting `number`."""
-        return {Key(row[0]) for row in self.rows("SELECT key FROM forgotten WHERE number > ?", (number,))}
-
-    def are_forgotten(self, keys: Sequence[Key]) -> bool:
-        """Whether one of `keys` (500 at most) may not be written for now."""
-        return bool(self._among("SELECT 1 FROM forgotten WHERE key", keys, "LIMIT 1"))
+    def forgotten_since(self, number: int) -> Forgotten:
+        """What was forgotten after the forgetting `number`, as far as it is not settled."""
+        rows = self.rows("SELECT key, length FROM forgotten WHERE number > ?", (number,))
+        return Forgotten(frozenset(Key(row[0]) for row in rows), frozenset(int(row[1]) for row in rows))
 
     def note_forgets(self, process: str, number: int) -> None:
         """A process has taken note of everything forgotten up to `number`."""
@@ -277,9 +301,11 @@ class Index(Connection):
 
     def empty(self) -> None:
         """Take out everything but the counters."""
-        for table in ("intent_writes", "intents", "records", "entries", "layouts", "namespaces", "quarantine"):
+        for table in ("intent_writes", "intents", "records", "entries", "layouts", "namespaces", "quarantine", "holes"):
             self.execute(f"DELETE FROM {table}")
         self.execute("DELETE FROM counters WHERE name = 'built'")
+        for total in ("record", "reserved", "quarantine"):
+            self.execute(f"UPDATE totals SET {total}_bytes = 0, {total}_files = 0")
 
     # Namespaces and layouts.
 
@@ -311,21 +337,17 @@ class Index(Connection):
 
     # Intents, quarantine, totals, counters.
 
-    def add_intent(self, process: str, nbytes: int, writes: Sequence[RecordName]) -> int:
-        """Note what `process` is about to write, and reserve its bytes and files."""
-        cursor = self.execute(
-            "INSERT INTO intents (process, bytes, files) VALUES (?, ?, ?)", (process, nbytes, len(writes))
-        )
+    def add_intent(
+        self, process: str, nbytes: int = 0, writes: Sequence[RecordName] = (), *, erases: bool = False
+    ) -> int:
+        """Note what `process` is about to write or erase, and reserve its bytes and files."""
+        sql = "INSERT INTO intents (process, bytes, files, erases) VALUES (?, ?, ?, ?)"
+        cursor = self.execute(sql, (process, nbytes, len(writes), erases))
         intent = int(cursor.lastrowid or 0)
         for i, name in enumerate(writes):
             values = (intent, i, name.fingerprint, name.key, name.is_point)
             self.execute("INSERT INTO intent_writes VALUES (?, ?, ?, ?, ?)", values)
         return intent
-
-    def release(self, intent: int) -> None:
-        """Give back what an intent has reserved; it stays until its victims are gone."""
-        self.execute("DELETE FROM intent_writes WHERE intent = ?", (intent,))
-        self.execute("UPDATE intents SET bytes = 0, files = 0 WHERE id = ?", (intent,))
 
     def end_intent(self, intent: int) -> None:
         """Take an intent out."""
@@ -335,6 +357,10 @@ class Index(Connection):
     def intents(self) -> list[tuple[int, str]]:
         """Id and process of every intent, oldest first."""
         return [(int(row[0]), row[1]) for row in self.rows("SELECT id, process FROM intents ORDER BY id")]
+
+    def erases(self, intent: int) -> bool:
+        """Whether what an intent removes must never be found again."""
+        return bool(self.one("SELECT erases FROM intents WHERE id = ?", (intent,))[0])
 
     def intent_writes(self, intent: int) -> list[RecordName]:
         """What an intent is about to write, in order."""

@@ -54,15 +54,19 @@ class Recovery:
                     self.files.remove_temporaries(process)
 
     def _finish(self, intent: int) -> None:
+        erases, stuck = self.index.erases(intent), False
         for row in self.index.condemned(intent):
             if self.files.remove(row.name):
                 self.index.delete([row.name.key])
+            elif erases:
+                stuck = True  # nobody finds it; tried again by the next commit
             else:
                 self.index.condemn(row.name.key, 0)
         for name in self.index.intent_writes(intent):
             if self.files.exists(name) and self.index.row(name.key) is None and not self.adopt(name):
                 self.files.remove(name)
-        self.index.end_intent(intent)
+        if not stuck:
+            self.index.end_intent(intent)
 
     def adopt(self, name: RecordName) -> bool:
         """Enter a good record without a row; false when it is not good or hangs from nothing."""

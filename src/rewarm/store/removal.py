@@ -7,8 +7,9 @@ comes next. Used by one thread of a process at a time.
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Sequence
 
+from rewarm.state.chain import Key
 from rewarm.store.files import RecordName
 from rewarm.store.index import Row
 from rewarm.store.lock import ProcessLock
@@ -30,26 +31,46 @@ class Remover:
         self._recovery = recovery
         self._lock = lock
 
-    def erase(self, rows: Sequence[Row], entry_ids: Sequence[bytes] = ()) -> Removal:
-        """Erase records and entries on request; nobody writes them again before every process has taken note."""
+    def erase(self, collect: Callable[[], Sequence[Row]]) -> Removal:
+        """Erase records on request; nobody writes them again before every process has taken note.
+
+        Args:
+            collect: the records; takes entries out too. Called inside the transaction that condemns them, so that
+                nothing can come to hang from them in between.
+        """
         with self.index.transaction():
             self._recovery.finish_left()
-            intent = self.index.add_intent(self._lock.process, 0, [])
+            rows = collect()
+            intent = self.index.add_intent(self._lock.process, erases=True)
             for row in rows:
                 self.index.condemn(row.name.key, intent)
-            self.index.forget(row.name.key for row in rows)
-            for entry_id in entry_ids:
-                self.entries.delete(entry_id)
-        return Removal().add(self.finish(intent, rows))
+            self.index.forget(rows)
+            # Bad records that were set aside may be the conversation's, and are of no use to anybody.
+            for file_name, _ in self.index.quarantine():
+                if self.files.remove_quarantined(file_name):
+                    self.index.delete_quarantined(file_name)
+        gone, stuck = self._room.unlink(rows)
+        if stuck:
+            log.warning(
+                "%d files of what was forgotten cannot be removed now. They are not used, and removing them is tried "
+                "again with every save and every start.",
+                len(stuck),
+            )
+        with self.index.transaction():
+            self.index.delete(row.name.key for row in gone)
+            self.index.prune_holes()
+            if not stuck:
+                self.index.end_intent(intent)
+        return Removal().add(gone)
 
-    def shrink(self, limits: Limits) -> Removal:
-        """Evict until `limits` hold; what was removed."""
+    def shrink(self, limits: Callable[[], Limits], wanted: Collection[Key] = ()) -> Removal:
+        """Evict until the limits hold, which are read inside the transaction; what was removed."""
         with self.index.transaction():
             self._recovery.finish_left()
-            victims = self._room.choose(self._room.need(limits, 0, 0), (), ())
+            victims = self._room.choose(self._room.need(limits(), 0, 0), (), wanted)
             if not victims:
                 return Removal()
-            intent = self.index.add_intent(self._lock.process, 0, [])
+            intent = self.index.add_intent(self._lock.process)
             self._room.condemn(victims, intent)
         gone, _ = self._room.unlink(victims)
         with self.index.transaction():
@@ -60,6 +81,9 @@ class Remover:
     def quarantine(self, name: RecordName, why: str) -> None:
         """Move a provably bad record away; its descendants wait for it, first to be evicted."""
         with self.index.transaction():
+            row = self.index.row(name.key)
+            if row is not None and row.name != name:
+                return  # somebody asked with another model's name
             nbytes = self.files.nbytes(name)
             try:
                 target = self.files.quarantine(name, f"{self.index.tick()}")
@@ -76,7 +100,8 @@ class Remover:
                 )
             self.index.expose(name.key)
             self.entries.shorten(name.key)
-            self.index.delete([name.key])
+            self.index.leave_hole(name.key)
+            self.index.prune_holes()
             surplus = self.index.quarantine()[:-QUARANTINE_FILES]
             for file_name, _ in surplus:
                 if self.files.remove_quarantined(file_name):
@@ -87,13 +112,15 @@ class Remover:
         if not self.files.is_there():
             return  # the whole root has gone, its disk unplugged perhaps: that proves nothing about its records
         with self.index.transaction():
-            if self.files.exists(name):
+            row = self.index.row(name.key)
+            if self.files.exists(name) or row is None or row.name != name:
                 return
             self.index.expose(name.key)
             below = [row.name for row in self.index.below(name.key)]
             for each in (*(other for other in below if not self.files.exists(other)), name):
                 self.entries.shorten(each.key)
-                self.index.delete([each.key])
+                self.index.leave_hole(each.key)
+            self.index.prune_holes()
 
     def finish(self, intent: int, rows: Sequence[Row]) -> list[Row]:
         """Remove what an intent has condemned; what is gone. Files that cannot be removed are found again."""

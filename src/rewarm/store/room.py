@@ -59,6 +59,7 @@ class Room:
         keys = [row.name.key for row in gone]
         self.index.delete(keys)
         self.index.remember_evicted(keys)
+        self.index.prune_holes()
         for row in victims:
             if row.name.key not in keys:
                 self.index.condemn(row.name.key, 0)

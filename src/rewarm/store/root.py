@@ -37,6 +37,8 @@ REBUILD_WAIT_S = 1.0
 """How long opening waits for the index to be built anew; of a large root it goes on in the background."""
 
 RENEW_INTERVAL_S = 60.0
+CLOSE_WAIT_S = 2.0
+"""How long closing waits for a rebuild to stop."""
 
 CACHE_TAG = b"""Signature: 8a477f597d28d172789f06886806bc55
 # This folder is a cache of rewarm: KV states that can be computed again. Backups may leave it out.
@@ -79,6 +81,7 @@ class Root:
         self._disk = disk
         self._rebuilding: threading.Thread | None = None
         self._renewed_s = float("-inf")
+        self._detached = self._to_release = False
         self._attach(settings)
         self._join_rebuild(REBUILD_WAIT_S)
 
@@ -98,6 +101,7 @@ class Root:
             self.lock.release()
             raise
         self._index_file = _file_id(self.folder / "index.db")
+        self._detached = False
         self.n_attached += 1
         if not self.index.is_built():
             self._rebuilding = threading.Thread(target=self._rebuild, name="rewarm-rebuild", daemon=True)
@@ -115,8 +119,17 @@ class Root:
             self._open_index(path)
         self.recovery.bury()
         with self.index.transaction():
+            self._count_quarantine()
             self.index.note_forgets(self.lock.process, self.index.n_forgets())
             self.index.settle_forgets()
+
+    def _count_quarantine(self) -> None:
+        """Files that a process moved to quarantine just before it died are counted from now on."""
+        known = {file_name for file_name, _ in self.index.quarantine()}
+        with contextlib.suppress(OSError):
+            for file_name, nbytes in self.files.quarantined():
+                if file_name not in known:
+                    self.index.add_quarantined(file_name, nbytes)
 
     def _open_index(self, path: Path) -> None:
         self.index = Index(path, BUSY_TIMEOUT_S)
@@ -153,9 +166,13 @@ class Root:
                 self.rebuilt = True
                 log.warning("the index was built anew from %d records; recency, hits and counters begin again", n)
                 with self.writing:
-                    self.remover.shrink(settings.limits)
+                    self.remover.shrink(lambda: self.settings().limits)
         except (IndexFault, RootError, OSError) as error:
             log.warning("the index in %s is not complete (%s); the next start goes on with it", self.folder, error)
+        finally:
+            with self.writing:
+                if self._to_release:
+                    self._release()
 
     def look_after(self) -> None:
         """When the folder or its index was replaced or removed since it was opened, open it anew.
@@ -167,7 +184,9 @@ class Root:
             IndexFault: the folder is not there now.
         """
         with self.writing:
-            if self.is_closed or _file_id(self.folder / "index.db") == self._index_file:
+            if self.is_closed:
+                return
+            if not self._detached and _file_id(self.folder / "index.db") == self._index_file:
                 return
             if not self._is_in_place():
                 raise IndexFault(f"the cache folder {self.folder} is not there now")
@@ -182,8 +201,10 @@ class Root:
                 return
             self._renewed_s = now
             log.warning("the index in %s is broken: it is built anew from the records", self.folder)
+            self._detached = True
             self._close_index()
-            self._remove_index()
+            with contextlib.suppress(OSError):
+                self._remove_index()  # where another process has it open and that cannot be, opening finds it broken
             self._reattach()
 
     def _reattach(self) -> None:
@@ -191,6 +212,7 @@ class Root:
             self._disk.make_folder(self.folder)
             self._disk.make_folder(self.folder / "tmp")
             settings = settle_settings(self.folder, self._settings, self._disk)
+            self._detached = True
             self._close_index()
             self.lock.release()
             self._attach(settings)
@@ -215,13 +237,19 @@ class Root:
             if self.is_closed:
                 return
             self.is_closed = True
-        self._join_rebuild(None)
+        self._join_rebuild(CLOSE_WAIT_S)
         with self.writing:
-            with contextlib.suppress(IndexFault), self.index.transaction():
-                self.index.remove_process(self.lock.process)
-                self.index.settle_forgets()
-            self._close_index()
-            self.lock.release()
+            if self._rebuilding is not None and self._rebuilding.is_alive():
+                self._to_release = True  # a disk holds it up: it gives back what it uses when it can
+                return
+            self._release()
+
+    def _release(self) -> None:
+        with contextlib.suppress(IndexFault), self.index.transaction():
+            self.index.remove_process(self.lock.process)
+            self.index.settle_forgets()
+        self._close_index()
+        self.lock.release()
 
     def settings(self) -> Settings:
         """What `store.json` says now.

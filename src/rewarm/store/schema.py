@@ -50,7 +50,8 @@ CREATE TABLE intents (
     id      INTEGER PRIMARY KEY,
     process TEXT NOT NULL,
     bytes   INTEGER NOT NULL,
-    files   INTEGER NOT NULL
+    files   INTEGER NOT NULL,
+    erases  INTEGER NOT NULL DEFAULT 0    -- on request: what it removes must never be found again
 );
 CREATE TABLE intent_writes (
     intent      INTEGER NOT NULL REFERENCES intents (id),
@@ -101,11 +102,19 @@ CREATE TABLE sightings (
 -- What was forgotten on request, until every living process has taken note.
 CREATE TABLE forgotten (
     key    BLOB PRIMARY KEY,
-    number INTEGER NOT NULL
+    number INTEGER NOT NULL,
+    length INTEGER NOT NULL               -- of a point: where it ends; 0 of a block
 ) WITHOUT ROWID;
 CREATE TABLE processes (
     process TEXT PRIMARY KEY,
     noted   INTEGER NOT NULL
+) WITHOUT ROWID;
+
+-- Where a chain went on from a record that is gone, so that what hangs below can be told apart still.
+CREATE TABLE holes (
+    key    BLOB PRIMARY KEY,
+    parent BLOB NOT NULL,
+    tokens BLOB NOT NULL
 ) WITHOUT ROWID;
 
 CREATE TABLE totals (
@@ -130,10 +139,6 @@ CREATE TRIGGER record_resized AFTER UPDATE OF nbytes ON records BEGIN
 END;
 CREATE TRIGGER intent_in AFTER INSERT ON intents BEGIN
     UPDATE totals SET reserved_bytes = reserved_bytes + NEW.bytes, reserved_files = reserved_files + NEW.files;
-END;
-CREATE TRIGGER intent_changed AFTER UPDATE OF bytes, files ON intents BEGIN
-    UPDATE totals SET reserved_bytes = reserved_bytes + NEW.bytes - OLD.bytes,
-                      reserved_files = reserved_files + NEW.files - OLD.files;
 END;
 CREATE TRIGGER intent_out AFTER DELETE ON intents BEGIN
     UPDATE totals SET reserved_bytes = reserved_bytes - OLD.bytes, reserved_files = reserved_files - OLD.files;

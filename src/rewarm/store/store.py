@@ -12,10 +12,10 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from rewarm.errors import DamagedRecord, IndexFault, RootError, SettingsError
+from rewarm.errors import DamagedRecord, IndexFault, NewerFormat, RootError, SettingsError
 from rewarm.format.layouts import decode_layout
 from rewarm.format.record import Header
-from rewarm.state.chain import Key
+from rewarm.state.chain import KEY_NBYTES, Key
 from rewarm.state.layout import Layout
 from rewarm.state.reason import Reason
 from rewarm.state.sequence import Array
@@ -23,6 +23,7 @@ from rewarm.store import check
 from rewarm.store.disk import Disk
 from rewarm.store.entries import Entries, Entry
 from rewarm.store.files import RecordName
+from rewarm.store.forgotten import Forgotten
 from rewarm.store.index import Row
 from rewarm.store.rebuild import rebuild
 from rewarm.store.room import Removal
@@ -41,6 +42,8 @@ class Store:
         self._root = root
         self._bad: dict[Key, Reason] = {}
         self._layouts: dict[bytes, Layout] = {}
+        self._log_is_due = False
+        self._described = self._read_descriptions()
 
     @classmethod
     def open(
@@ -132,9 +135,15 @@ class Store:
                 self._layouts[spec] = decode_layout(spec)
         return [self._layouts[spec] for spec in specs]
 
-    def present(self, keys: Sequence[Key]) -> set[Key]:
-        """Those of `keys` that are there and not known to be bad."""
-        return {key for key in self._root.reader.present(keys) if key not in self._bad}
+    def present(self, keys: Sequence[Key], deadline_s: float) -> set[Key]:
+        """Those of `keys` that are there and not known to be bad.
+
+        Raises:
+            TimeoutError: the time is over.
+            IndexFault: the index cannot be used.
+        """
+        with self._root.reader.deadline(deadline_s):
+            return {key for key in self._root.reader.present(keys) if key not in self._bad}
 
     def read(self, name: RecordName) -> tuple[Header, dict[str, Array]]:
         """A record, every byte checked.
@@ -149,7 +158,11 @@ class Store:
         self._bad[name.key] = reason
 
     def settle_bad(self, name: RecordName, why: str, *, missing: bool) -> None:
-        """Quarantine a record that is still bad when it is read again, or take out the row of a missing one."""
+        """Quarantine a record that is still bad when it is read again, or take out the row of a missing one.
+
+        Raises:
+            OSError, IndexFault: it cannot be done now.
+        """
         with self._root.writing:
             if missing:
                 self._root.remover.lost(name)
@@ -158,7 +171,7 @@ class Store:
                     self._root.files.read(name)
                 except DamagedRecord:
                     self._root.remover.quarantine(name, why)
-                except OSError:
+                except NewerFormat:
                     return
             self._bad.pop(name.key, None)
 
@@ -168,16 +181,20 @@ class Store:
         """Write a save; see `Committer.write`."""
         with self._root.writing:
             self.look_after()
-            limits = self.settings().limits
-            outcome = self._root.committer.write(save, limits, wanted, now_s)
+            outcome = self._root.committer.write(save, self._limits, wanted, now_s)
             for draft in save.drafts:
                 self._bad.pop(draft.name.key, None)
-            if outcome.n_written and self._root.index.totals().nbytes + self._root.index.own_nbytes() > (
-                limits.max_bytes or 0
-            ):
+            if outcome.n_written and self._is_over():
                 # The index and its log have grown past what was reserved.
-                self._root.remover.shrink(limits)
+                self._root.remover.shrink(self._limits, wanted)
             return outcome
+
+    def _limits(self) -> Limits:
+        return self.settings().limits
+
+    def _is_over(self) -> bool:
+        used = self._root.index.totals().nbytes + self._root.index.own_nbytes()
+        return used > (self._limits().max_bytes or 0)
 
     def note_use(
         self, paths: Sequence[Sequence[Key]], hits: Sequence[Key], counts: dict[str, int], now_s: float
@@ -215,9 +232,13 @@ class Store:
             self._root.index.count("bytes_written", nbytes)
             self._root.index.count("bytes_written_today", nbytes)
 
-    def sync(self, names: Sequence[RecordName]) -> None:
-        """Push records to the medium, and the index's log after them."""
-        for name in names:
+    def sync(self, names: Sequence[RecordName] | None) -> None:
+        """Push records (None: all of them) to the medium, and the index's log after them.
+
+        Raises:
+            OSError, IndexFault: it cannot be done now.
+        """
+        for name in self._root.files.records() if names is None else names:
             self._root.files.sync(name)
         with self._root.writing:
             self._root.index.erase_log()
@@ -233,41 +254,48 @@ class Store:
             with self._root.index.transaction():
                 found = self._root.entries.pin(key, pinned=pinned)
                 others = tuple(pin for pin in self.settings().pins if pin != entry_id)
-                settings = self._root.change_settings(pins=(*others, entry_id) if pinned and found else others)
+                self._root.change_settings(pins=(*others, entry_id) if pinned and found else others)
             if not pinned:
-                self._root.remover.shrink(settings.limits)
+                self._root.remover.shrink(self._limits)
         return found
 
     def forget(self, entry_id: str, *, dry_run: bool) -> Removal:
         """Erase an entry and every record that only it needs."""
         key = bytes.fromhex(entry_id)
-        with self._root.writing:
+
+        def collect() -> list[Row]:
             own = [self._root.index.row(child.key) for child in self._root.entries.own(key)]
-            rows = [row for row in own if row is not None]
+            if not dry_run:
+                self._root.entries.delete(key)
+            return [row for row in own if row is not None]
+
+        with self._root.writing:
             if dry_run:
-                return Removal().add(rows)
-            removed = self._root.remover.erase(rows, [key])
+                return Removal().add(collect())
+            removed = self._root.remover.erase(collect)
             self._unpin([entry_id])
-            self._erase_traces()
+            self.erase_log(due=True)
             return removed
 
     def clear(self, fingerprint: bytes | None, *, dry_run: bool) -> Removal:
         """Erase every record of one namespace, or of all; pins too."""
-        with self._root.writing:
+        ids: list[bytes] = []
+
+        def collect() -> list[Row]:
             fingerprints = [fingerprint] if fingerprint else [each[0] for each in self._root.index.namespaces()]
             rows: list[Row] = []
             for each in fingerprints:
                 rows += self._root.index.by_use(each)
+                if not dry_run:
+                    ids.extend(self._root.entries.delete_of(each))
+            return rows
+
+        with self._root.writing:
             if dry_run:
-                return Removal().add(rows)
-            ids: list[bytes] = []
-            with self._root.index.transaction():
-                for each in fingerprints:
-                    ids += self._root.entries.delete_of(each)
-            removed = self._root.remover.erase(rows)
+                return Removal().add(collect())
+            removed = self._root.remover.erase(collect)
             self._unpin([each.hex() for each in ids])
-            self._remove_quarantine(fingerprint is None)
-            self._erase_traces()
+            self.erase_log(due=True)
             return removed
 
     def keep(self, name: str, ttl_s: float | None) -> None:
@@ -303,18 +331,15 @@ class Store:
             if (pins, ttls) != (settings.pins, settings.ttls):
                 self._root.change_settings(pins=pins, ttls=ttls)
 
-    def _remove_quarantine(self, everything: bool) -> None:  # noqa: FBT001
-        if not everything:
-            return
-        with self._root.index.transaction():
-            for file_name, _ in self._root.index.quarantine():
-                if self._root.files.remove_quarantined(file_name):
-                    self._root.index.delete_quarantined(file_name)
+    def erase_log(self, *, due: bool = False) -> None:
+        """Make the log forget deleted rows too, which are overwritten in the index (`secure_delete`).
 
-    def _erase_traces(self) -> None:
-        """Deleted rows are overwritten (`secure_delete`); make the log forget them too."""
-        with contextlib.suppress(IndexFault):
-            self._root.index.erase_log()
+        When a reader holds the log up it stays `due`, and the next call tries again.
+        """
+        with self._root.writing, contextlib.suppress(IndexFault):
+            self._log_is_due = self._log_is_due or due
+            if self._log_is_due:
+                self._log_is_due = not self._root.index.erase_log()
 
     def n_forgets(self, deadline_s: float = 10.0) -> int:
         """The number of the last forgetting by any process.
@@ -325,8 +350,8 @@ class Store:
         with self._root.reader.deadline(deadline_s):
             return self._root.reader.n_forgets()
 
-    def forgotten_since(self, number: int) -> set[Key]:
-        """Keys that were forgotten after the forgetting `number`, as far as they are not settled."""
+    def forgotten_since(self, number: int) -> Forgotten:
+        """What was forgotten after the forgetting `number`, as far as it is not settled."""
         return self._root.reader.forgotten_since(number)
 
     def note_forgets(self, number: int) -> None:
@@ -350,8 +375,8 @@ class Store:
         limits.check()
         with self._root.writing:
             with self._root.index.transaction():
-                settings = self._root.change_settings(limits=limits.over(self.settings().limits))
-            return self._root.remover.shrink(settings.limits)
+                self._root.change_settings(limits=limits.over(self.settings().limits))
+            return self._root.remover.shrink(self._limits)
 
     def set_policy(self, policy: dict[str, Any]) -> None:
         """Replace the switchable rules, which the cache reads."""
@@ -373,19 +398,24 @@ class Store:
         return self._root.reader.namespaces()
 
     def describe(self, fingerprint: bytes, description: bytes) -> None:
-        """Write `identity.json` of a namespace, when it says something else than is there."""
+        """Write `identity.json` of a namespace."""
         path = self.root / fingerprint.hex() / "identity.json"
-        if path.is_file() and path.read_bytes() == description:
-            return
         self._root.files.disk.make_folder(path.parent)
         self._root.files.replace(path, description)
+        self._described[fingerprint] = description
 
-    def descriptions(self) -> Iterator[tuple[bytes, bytes]]:
-        """Fingerprint and `identity.json` of each namespace that has one."""
+    def descriptions(self) -> list[tuple[bytes, bytes]]:
+        """Fingerprint and `identity.json` of each namespace that had one at opening, or got one since."""
+        return list(self._described.items())
+
+    def _read_descriptions(self) -> dict[bytes, bytes]:
+        found: dict[bytes, bytes] = {}
         for path in sorted(self.root.glob("*/identity.json")):
-            if len(path.parent.name) == 64 and not path.is_symlink():
+            plain = path.is_file() and not path.is_symlink() and not path.parent.is_symlink()
+            if len(path.parent.name) == 2 * KEY_NBYTES and plain:
                 with contextlib.suppress(OSError, ValueError):
-                    yield bytes.fromhex(path.parent.name), path.read_bytes()
+                    found[bytes.fromhex(path.parent.name)] = path.read_bytes()
+        return found
 
     def verify(self, progress: check.Progress | None = None, *, quarantine: bool = False) -> check.Report:
         """Read every record; with `quarantine`, what is damaged is moved there, else nothing is changed."""
@@ -405,5 +435,5 @@ class Store:
                 self._root.recovery, self._root.remover, self.settings().pins, self._root.writing, lambda: False
             )
             self._bad.clear()
-            self._root.remover.shrink(self.settings().limits)
+            self._root.remover.shrink(self._limits)
             return n

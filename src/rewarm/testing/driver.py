@@ -13,10 +13,10 @@ from pathlib import Path
 from typing import Any
 
 from rewarm.cache.identity import Identity
+from rewarm.cache.jobs import SaveReport
 from rewarm.cache.namespace import Match, Namespace
 from rewarm.cache.policy import Policy
 from rewarm.cache.prefix_cache import PrefixCache, open_cache
-from rewarm.cache.writer import SaveReport
 from rewarm.format.record import PRELUDE, Header, read_header, read_prelude, round_up
 from rewarm.state.sequence import SequenceState
 from rewarm.store.disk import Disk

@@ -24,8 +24,8 @@ from rewarm.adapters.llama.slots import SlotPool
 from rewarm.cache.model_files import NoIdentity
 from rewarm.cache.prefix_cache import PrefixCache
 from rewarm.errors import EngineError
-from rewarm.state.chain import Key
 from rewarm.state.reason import Reason
+from rewarm.store.forgotten import Forgotten
 
 log = logging.getLogger(__name__)
 
@@ -252,7 +252,7 @@ class Runner:
                 if tier.pool.wait_for_pause(_PAUSE_WAIT_S) and not self._closed and tier.save_idle():
                     time.sleep(_PAUSE_WAIT_S)  # not now: no room, or a request came in between
 
-    def _forget(self, keys: frozenset[Key]) -> None:
+    def _forget(self, keys: Forgotten) -> None:
         """On the cache's thread: a conversation has been forgotten."""
         tier = self._tier
         if tier is not None:

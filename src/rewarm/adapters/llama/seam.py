@@ -25,9 +25,9 @@ from rewarm.adapters.reports import Report, explain
 from rewarm.cache.identity import Identity
 from rewarm.cache.namespace import Match, Namespace
 from rewarm.cache.prefix_cache import PrefixCache
-from rewarm.state.chain import Key
 from rewarm.state.reason import Boundary, Reason
 from rewarm.state.sequence import Rows, SequenceState
+from rewarm.store.forgotten import Forgotten
 
 log = logging.getLogger(__name__)
 
@@ -162,7 +162,7 @@ class Tier:
         self._changed_identity = False
         self._reading = threading.Lock()
         self._n_unread = 0
-        self._forgets: list[frozenset[Key]] = []
+        self._forgets: list[Forgotten] = []
 
     @property
     def is_cached(self) -> bool:
@@ -374,7 +374,7 @@ class Tier:
 
     # Forgetting.
 
-    def forget(self, keys: frozenset[Key]) -> None:
+    def forget(self, keys: Forgotten) -> None:
         """A conversation has been forgotten: what slots hold of it is not saved, and `erase_forgotten` erases it."""
         stored = self._stored
         if stored is None:
