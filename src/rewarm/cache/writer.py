@@ -421,6 +421,7 @@ class Writer:
             if notes.paths or notes.ends or counts:
                 self._store.note_use(_latest(notes.paths), notes.ends, counts, self._clock())
                 notes.paths, notes.ends = [], []
+            self._store.erase_log()
             stored = True
             while notes.bad:
                 self._settle(*notes.bad[0])
@@ -440,8 +441,12 @@ class Writer:
         """Deal with one bad record; one that cannot be moved is left where it is, unused by this process."""
         try:
             self._store.settle_bad(name, why, missing=missing)
+        except IndexFault:
+            raise
         except OSError as error:
             log.warning("%s is damaged and cannot be moved (%s); it is not used", name.file_name, error)
+        except Exception:
+            log.exception("%s cannot be dealt with; it is not used", name.file_name)
 
 
 class _Refused(Exception):

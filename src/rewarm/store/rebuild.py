@@ -6,6 +6,7 @@ only files that have the names of records.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
@@ -51,7 +52,8 @@ def rebuild(
         for header in sorted(points, key=lambda each: each.n):
             recovery.restore_entry(header)
         for pin in pins:
-            recovery.entries.pin(bytes.fromhex(pin), pinned=True)
+            with contextlib.suppress(ValueError):  # no id: nothing that could be pinned
+                recovery.entries.pin(bytes.fromhex(pin), pinned=True)
         for file_name, nbytes in files.quarantined():
             index.add_quarantined(file_name, nbytes)
         index.set_built()

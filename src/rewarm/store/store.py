@@ -185,7 +185,7 @@ class Store:
             for draft in save.drafts:
                 self._bad.pop(draft.name.key, None)
             if outcome.n_written and self._is_over():
-                # The index and its log have grown past what was reserved.
+                # Index and log have grown past what was reserved, or a limit was lowered meanwhile.
                 self._root.remover.shrink(self._limits, wanted)
             return outcome
 
@@ -193,8 +193,9 @@ class Store:
         return self.settings().limits
 
     def _is_over(self) -> bool:
-        used = self._root.index.totals().nbytes + self._root.index.own_nbytes()
-        return used > (self._limits().max_bytes or 0)
+        totals, limits = self._root.index.totals(), self._limits()
+        used = totals.nbytes + self._root.index.own_nbytes()
+        return used > (limits.max_bytes or 0) or totals.n_files > (limits.max_files or 0)
 
     def note_use(
         self, paths: Sequence[Sequence[Key]], hits: Sequence[Key], counts: dict[str, int], now_s: float
