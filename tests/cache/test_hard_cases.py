@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import json
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -290,3 +291,27 @@ def test_a_read_that_times_out_is_one_unreadable_record(driver: Driver, disk: Fa
     state = driver.namespace().restore(match)
     assert 0 < state.n_tokens < 40
     assert state.reason is Reason.UNAVAILABLE
+
+
+def test_files_in_tmp_that_are_not_ours_stay(driver: Driver) -> None:
+    driver.save(range(10))
+    driver.flush()
+    strangers = ["notes-old.txt", "0123456789abcdef-mine.tmp", "0123456789abcdef.lock.bak", "notes.lock"]
+    for name in strangers:
+        (driver.root / "tmp" / name).write_text("mine")
+    (driver.root / "tmp" / "0123456789abcdef-7.tmp").write_text("a dead process'")
+    driver.reopen()
+    assert {name for name in strangers if (driver.root / "tmp" / name).exists()} == set(strangers)
+    assert not (driver.root / "tmp" / "0123456789abcdef-7.tmp").exists()
+
+
+@pytest.mark.parametrize("text", ['{"pins": ["x"]}', '{"ttls": {"x": 1}}', '{"ttls": {"%s": -1}}' % ("0" * 32)])
+def test_names_in_the_settings_that_mean_nothing_are_refused_readably(driver: Driver, text: str) -> None:
+    path = driver.root / "store.json"
+    settings = json.loads(path.read_text())
+    driver.close()
+    path.write_text(json.dumps({**settings, **json.loads(text)}))
+    with pytest.raises(rewarm.SettingsError, match=r"store\.json"):
+        driver.open()
+    path.write_text(json.dumps(settings))
+    driver.open()

@@ -319,6 +319,9 @@ def _check_entry(entry: TensorEntry, header: Header) -> None:
         raise DamagedRecord(f"tensor {entry.name!r} has an impossible shape")
     if not 0 <= entry.axis <= len(entry.shape) or entry.rows < 0:
         raise DamagedRecord(f"tensor {entry.name!r} has an impossible shape")
+    if math.prod(length for length in entry.stored_shape() if length) >= _END_OF_COUNTS:
+        # Also where another length is 0 and there is no byte of it: numpy refuses such shapes.
+        raise DamagedRecord(f"tensor {entry.name!r} has an impossible shape")
     if entry.kind == "rows" and entry.rows != n_own:
         raise DamagedRecord(f"tensor {entry.name!r} has {entry.rows} rows for {n_own} tokens")
     if entry.kind == "window" and not _window_fits(entry, header):

@@ -6,10 +6,22 @@ whatever can fail on a disk goes through it.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
+
+try:
+    import fcntl as _fcntl
+except ImportError:  # Windows
+    fcntl: Any = None
+else:
+    fcntl = _fcntl
+
+MAX_PIECE = 2**30
+"""Bytes that one call reads or writes at most: macOS refuses 2 GiB and more."""
 
 _BINARY = getattr(os, "O_BINARY", 0)
 _NOFOLLOW = getattr(os, "O_NOFOLLOW", 0)
@@ -30,10 +42,11 @@ class Disk:
 
     def write(self, fd: int, data: memoryview) -> int:
         """Write some of `data` at the file's position; the number of bytes written."""
-        return os.write(fd, data)
+        return os.write(fd, data[:MAX_PIECE])
 
     def read_into(self, fd: int, buffer: memoryview) -> int:
         """Read into `buffer` from the file's position; the number of bytes read, 0 at the end."""
+        buffer = buffer[:MAX_PIECE]
         if hasattr(os, "readv"):
             return os.readv(fd, [buffer])
         data = os.read(fd, len(buffer))
@@ -46,6 +59,12 @@ class Disk:
 
     def sync(self, fd: int) -> None:
         """Push an open file, or an open folder where the system can, to the medium."""
+        full = getattr(fcntl, "F_FULLFSYNC", None)
+        if full is not None:
+            # macOS' fsync leaves the data in the drive's own memory; not every file system knows the other way.
+            with contextlib.suppress(OSError):
+                fcntl.fcntl(fd, full)
+                return
         os.fsync(fd)
 
     def close(self, fd: int) -> None:

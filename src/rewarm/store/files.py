@@ -232,9 +232,9 @@ class Files:
         return target
 
     def sync(self, name: RecordName) -> None:
-        """Push a record and its folder to the medium."""
+        """Push a record to the medium, and the folders that lead to it from the root."""
         path = self.path(name)
-        for what in (path, path.parent):
+        for what in (path, path.parent, path.parent.parent, self.root):
             try:
                 fd = self.disk.open(what)
             except (FileNotFoundError, PermissionError):
@@ -282,9 +282,10 @@ class Files:
         return True
 
     def remove_temporaries(self, process: str) -> None:
-        """Remove what a dead process left in `tmp/`, its lock file last."""
+        """Remove the temporaries that a dead process left in `tmp/`, and nothing that has another kind of name."""
         folder = self.root / "tmp"
-        names = [e.name for e in self.disk.list_folder(folder) if e.name.startswith(f"{process}-")]
+        pattern = re.compile(rf"{re.escape(process)}-\d+\.tmp")
+        names = [e.name for e in self.disk.list_folder(folder) if pattern.fullmatch(e.name)]
         for file_name in names:
             with contextlib.suppress(OSError):
                 self.disk.unlink(folder / file_name)

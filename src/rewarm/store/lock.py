@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import secrets
 import sys
 from collections.abc import Iterator
@@ -32,6 +33,7 @@ else:
         return True
 
 
+_NAME = re.compile(r"([0-9a-f]{16})(?:\.lock|-\d+\.tmp)")
 _FLAGS = os.O_RDWR | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_NOFOLLOW", 0)
 
 
@@ -56,14 +58,16 @@ class ProcessLock:
     def release(self) -> None:
         """Give the lock back and remove its file."""
         if self._fd >= 0:
-            with contextlib.suppress(OSError):
-                self._path.unlink()
+            # Closed first: Windows unlinks no open file. Whoever takes us for dead in between finds nothing to finish.
             os.close(self._fd)
             self._fd = -1
+            with contextlib.suppress(OSError):
+                self._path.unlink()
 
     def dead(self) -> list[str]:
         """Processes that left a lock file or a temporary and whose lock nobody holds."""
-        names = {path.name.partition(".")[0].partition("-")[0] for path in self._folder.iterdir()}
+        found = (_NAME.fullmatch(path.name) for path in self._folder.iterdir())
+        names = {match[1] for match in found if match}
         return sorted(name for name in names if name != self.process and self.is_dead(name))
 
     def is_dead(self, process: str) -> bool:
@@ -93,11 +97,12 @@ class ProcessLock:
         except FileNotFoundError:
             yield process != self.process
             return
+        dead = False
         try:
             dead = process != self.process and _try_lock(fd)
             yield dead
+        finally:
+            os.close(fd)
             if dead:
                 with contextlib.suppress(OSError):
                     path.unlink()
-        finally:
-            os.close(fd)

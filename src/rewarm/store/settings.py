@@ -6,7 +6,9 @@ replaces the file inside a transaction of the index only.
 
 from __future__ import annotations
 
+import math
 import os
+import re
 from typing import Any
 
 import msgspec
@@ -60,6 +62,9 @@ def default_limits(free_bytes: int, total_bytes: int) -> Limits:
     )
 
 
+_NAME = re.compile(r"[0-9a-f]{32}|[0-9a-f]{64}")
+
+
 class Settings(msgspec.Struct, frozen=True, kw_only=True):
     """What `store.json` holds.
 
@@ -93,6 +98,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
         try:
             settings = msgspec.json.decode(data, type=cls)
             settings.limits.check()
+            _check_names(settings)
         except (msgspec.DecodeError, UnicodeDecodeError, ValueError) as error:
             raise SettingsError(
                 f"{where} cannot be read ({error}). The records beside it are untouched. Mend the file, or move "
@@ -107,3 +113,17 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
         if settings.block_tokens < 1 or None in (limits.max_bytes, limits.max_files, limits.min_free_bytes):
             raise SettingsError(f"{where} lacks a limit or has an impossible block size. Nothing was changed.")
         return settings
+
+
+def _check_names(settings: Settings) -> None:
+    """Refuse pins and times to live that name nothing, or make no sense.
+
+    Raises:
+        ValueError: one does.
+    """
+    for name in (*settings.pins, *settings.ttls):
+        if not _NAME.fullmatch(name):
+            raise ValueError(f"{name!r} is neither an entry's id nor a fingerprint")
+    for ttl_s in settings.ttls.values():
+        if not 0 <= ttl_s < math.inf:
+            raise ValueError(f"a time to live is 0 seconds or more, not {ttl_s}")
