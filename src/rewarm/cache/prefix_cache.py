@@ -25,7 +25,7 @@ from rewarm.cache.explain import Explanation, explain
 from rewarm.cache.identity import Identity
 from rewarm.cache.memory import queue_limit
 from rewarm.cache.namespace import Match, Namespace
-from rewarm.cache.policy import Policy, read_policy
+from rewarm.cache.policy import Policy
 from rewarm.cache.reading import ReadPool
 from rewarm.cache.saver import Shared
 from rewarm.cache.stats import Stats
@@ -187,8 +187,8 @@ class PrefixCache:
         self.store.set_policy(msgspec.to_builtins(policy))
 
     def policy(self) -> Policy:
-        """The switchable rules in force."""
-        return read_policy(self.store.settings().policy)
+        """The switchable rules in force, as of a second ago at most; waits for no disk."""
+        return self._writer.policy()
 
     @property
     def restore_is_possible(self) -> bool:

@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 from llama_worker import Process, cached, reply
 
+import rewarm
 from rewarm.adapters.mlx.bundled import find_gguf
 from rewarm.errors import EngineError
 
@@ -48,6 +49,8 @@ def own_binary(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def flags(kv: Path, *more: str) -> list[str]:
+    """A worker's flags; what it finds in `kv` is loaded however quick the tiny model's prefill is."""
+    rewarm.open(kv, policy=rewarm.Policy(load="always")).close()
     return ["--rewarm-dir", str(kv), "--rewarm-min-free", "1MB", "-c", "2048", "-np", "2", "-t", "2", *more]
 
 

@@ -250,9 +250,10 @@ class Tier:
             self.save(slot)
         n_more = match.n_tokens - n_live
         if n_more > 0:
-            if n_more < _MIN_MORE_TOKENS:
+            always = stored.cache.policy().load == "always"
+            if n_more < _MIN_MORE_TOKENS and not always:
                 turn.reason, turn.detail = Reason.TOO_SHORT, "What is stored is too short to be worth loading."
-            elif not self._worth.is_worth(n_more, match.nbytes):
+            elif not always and not self._worth.is_worth(n_more, match.nbytes):
                 turn.reason, turn.detail = Reason.NOT_WORTH_LOADING, explain(Reason.NOT_WORTH_LOADING, {})
             else:
                 self._load(stored, turn, slot, match)
