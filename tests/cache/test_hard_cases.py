@@ -315,3 +315,13 @@ def test_names_in_the_settings_that_mean_nothing_are_refused_readably(driver: Dr
         driver.open()
     path.write_text(json.dumps(settings))
     driver.open()
+
+
+def test_index_and_log_are_the_owners_alone_in_a_folder_that_was_open_to_all(tmp_path: Path) -> None:
+    (tmp_path / "kv").mkdir(mode=0o755)
+    driver = Driver(tmp_path / "kv")
+    driver.save(range(10))
+    driver.flush()
+    for path in driver.root.glob("index.db*"):
+        assert path.stat().st_mode & 0o077 == 0, path.name
+    driver.close()

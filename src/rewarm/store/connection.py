@@ -6,6 +6,7 @@ Knows no tables but the schema that it makes.
 from __future__ import annotations
 
 import contextlib
+import os
 import sqlite3
 import threading
 import time
@@ -38,6 +39,9 @@ class Connection:
         self.path = path
         self._lock = threading.RLock()
         self._deadline = float("inf")
+        with contextlib.suppress(OSError):
+            # Before SQLite makes it: log and shared memory take over the file's mode, and hold token ids too.
+            os.close(os.open(path, os.O_RDWR | os.O_CREAT, 0o600))
         with _faults():
             self._db = sqlite3.connect(path, timeout=busy_timeout_s, isolation_level=None, check_same_thread=False)
         try:
