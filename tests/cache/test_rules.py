@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from msgspec.structs import replace
 
 from rewarm.cache.policy import Policy, read_policy
 from rewarm.state.reason import Dropped
@@ -124,6 +125,22 @@ def test_rules_survive_a_restart_and_unknown_ones_do_no_harm(driver: Driver) -> 
     driver.reopen()
     assert driver.cache.policy() == Policy(min_tokens=7, thin=False)
     assert read_policy({"min_tokens": "many", "of_a_later_version": 1}) == Policy()
+
+
+def test_a_stored_rule_that_makes_no_sense_is_warned_of_once(caplog: pytest.LogCaptureFixture) -> None:
+    wrong = {"paused": "yes", "save_at": "noon", "thin": 1, "min_tokens": -3, "keep_days": 2, "of_a_later_version": 1}
+    for _ in range(3):
+        assert read_policy(wrong) == Policy(keep_days=2)
+    told = sorted(record.args[0] for record in caplog.records if isinstance(record.args, tuple))
+    assert told == ["min_tokens", "paused", "save_at", "thin"]
+
+
+def test_every_rule_is_kept_and_read_again(driver: Driver) -> None:
+    policy = Policy(load="always", min_tokens=3, second_sight=True, write_bytes_per_day=5, keep_days=1.5, thin=False)
+    policy = replace(policy, paused=True, save_at="unload")
+    change(driver, policy)
+    driver.reopen()
+    assert driver.cache.policy() == policy
 
 
 @pytest.mark.parametrize("policy", [Policy(min_tokens=-1), Policy(write_bytes_per_day=-1)])
