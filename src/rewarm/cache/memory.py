@@ -1,9 +1,8 @@
-"""How much memory there is: what bounds the queue, and what a restore may allocate."""
+"""How much memory there is: what bounds the queue, and what a restore may allocate. Knows no tensors."""
 
 from __future__ import annotations
 
-import os
-from pathlib import Path
+import psutil
 
 _MIB = 2**20
 
@@ -11,21 +10,17 @@ _MIB = 2**20
 def total_memory() -> int | None:
     """Bytes of memory that the machine has, where the system says so."""
     try:
-        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    except (AttributeError, OSError, ValueError):
+        return int(psutil.virtual_memory().total)
+    except (OSError, psutil.Error):
         return None
 
 
 def free_memory() -> int | None:
-    """Bytes that can be allocated without swapping; the machine's total where only that is known."""
+    """Bytes that can be allocated without swapping, where the system says so."""
     try:
-        for line in Path("/proc/meminfo").read_text(encoding="ascii").splitlines():
-            if line.startswith("MemAvailable:"):
-                return int(line.split()[1]) * 1024
-    except (OSError, ValueError, IndexError):
-        pass
-    # macOS has no cheap figure for what can be reclaimed; the total still stops absurd sizes.
-    return total_memory()
+        return int(psutil.virtual_memory().available)
+    except (OSError, psutil.Error):
+        return None
 
 
 def queue_limit() -> int:
