@@ -169,12 +169,14 @@ class Namespace:
 
         Args:
             match: from `find` of this namespace.
-            into: gives the buffer for a tensor of kind rows (name, shape, element type), whose token axis may be
-                longer than asked; without it, arrays are private, writable and contiguous.
+            into: gives a new buffer for a tensor (name, shape, element type), whose token axis may be longer than
+                asked; without it, arrays are private, writable and contiguous. A buffer of a restore that ends
+                early, with `timeout` above all, is to be let go of: a read that the disk holds up may still end
+                in it.
             deadline: seconds to give up after; 30 by default.
 
         Raises:
-            ValueError: the match is another namespace's.
+            ValueError: the match is another namespace's, or `into` gave a buffer that does not fit.
 
         Returns:
             The state; of 0 tokens and without tensors when nothing is left. `reason` says why it is shorter.
@@ -209,9 +211,11 @@ class Namespace:
         found, why = match.plan, Reason.HIT
         for _ in range(_ATTEMPTS):
             try:
-                assembly = Assembly(layout, self._chain(reader.fingerprint, layout, match.tokens[: found.n]), into)
-                reader.follow(found)
-                state = assembly.run(found, reader.read)
+                reader.follow([])
+                chain = self._chain(reader.fingerprint, layout, match.tokens[: found.n])
+                assembly = Assembly(layout, chain, found, into)
+                reader.follow(assembly.steps)
+                state = assembly.run(reader.read)
                 self._stats.add("bytes_read", reader.nbytes)
                 self._writer.note(found.path, found.path[-1])
                 return replace(state, reason=why)

@@ -10,15 +10,13 @@ import queue
 import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from typing import Any
 
+from rewarm.cache.assemble import Record, Step
 from rewarm.errors import DamagedRecord
-from rewarm.format.record import Header
 from rewarm.state.chain import Key
-from rewarm.state.plan import Plan
 from rewarm.state.reason import Reason
-from rewarm.state.sequence import Array
 from rewarm.store.files import RecordName
 from rewarm.store.store import Store
 
@@ -27,8 +25,6 @@ AHEAD = 3
 """Records that are read, or wait as arrays, before the caller asks for them: bounds the memory beyond the state."""
 
 HELD_UP_S = 0.25
-
-Record = tuple[Header, dict[str, Array]]
 
 
 class UnreadableRecord(OSError):
@@ -120,36 +116,35 @@ class RecordReader:
         self._store = store
         self.fingerprint = fingerprint
         self._end = end
-        self._order: list[RecordName] = []
-        self._coming: dict[RecordName, Future[Record]] = {}
+        self._order: list[Step] = []
+        self._coming: dict[Step, Future[Record]] = {}
         self.last = RecordName(fingerprint, Key(b""), is_point=False)
         self.unreadable: dict[Key, Reason] = {}
         self.nbytes = 0
 
-    def follow(self, plan: Plan) -> None:
-        """Read the records of `plan` ahead, in its order."""
-        self.drop()
-        names = [(key, False) for key in plan.blocks]
-        if plan.tail is not None:
-            names.append((plan.tail, plan.tail_is_point))
-        names += [(key, True) for key in plan.points if key != plan.tail]
-        self._order = [RecordName(self.fingerprint, key, is_point) for key, is_point in reversed(names)]
+    def follow(self, steps: list[Step]) -> None:
+        """Read these records ahead, in this order.
 
-    def read(self, key: Key, is_point: bool) -> Record:  # noqa: FBT001
-        """A record, every byte checked.
+        Raises:
+            TimeoutError: a record that was being read before is not done in time; it may still be written into its
+                place, so that nothing else may be put there.
+        """
+        self._settle()
+        self._order = steps[::-1]
+
+    def read(self, step: Step) -> Record:
+        """A record, every byte checked, its tensors where the step says.
 
         Raises:
             TimeoutError: the time is over, or the disk holds every reading thread up.
             RecordError, OSError: as `Store.read`.
         """
-        self.last = name = RecordName(self.fingerprint, key, is_point)
+        self.last = self._name(step)
         if self._pool.is_held_up:
             raise TimeoutError("the disk does not answer")
         while self._order and len(self._coming) < AHEAD:
             self._begin(self._order.pop())
-        if name not in self._coming:
-            self._begin(name)
-        future = self._coming.pop(name)
+        future = self._coming.pop(step)
         try:
             header, arrays = future.result(max(0.0, self._end - time.monotonic()))
         except TimeoutError as error:
@@ -159,11 +154,25 @@ class RecordReader:
             raise TimeoutError("the disk took too long") from None
         except (ArithmeticError, LookupError, TypeError, ValueError) as error:
             raise DamagedRecord(f"cannot be taken apart: {error}") from None
-        self.nbytes += sum(array.nbytes for array in arrays.values())
+        self.nbytes += sum(entry.length for entry in header.tensors)
         return header, arrays
 
-    def _begin(self, name: RecordName) -> None:
-        self._coming[name] = self._pool.submit(lambda: self._store.read(name))
+    def _begin(self, step: Step) -> None:
+        self._coming[step] = self._pool.submit(lambda: self._store.read(self._name(step), step.place))
+
+    def _name(self, step: Step) -> RecordName:
+        return RecordName(self.fingerprint, step.key, step.is_point)
+
+    def _settle(self) -> None:
+        """Wait for the records that are being read; the others are read no more."""
+        self._order.clear()
+        running = [future for future in self._coming.values() if not future.cancel()]
+        self._coming.clear()
+        _, late = wait(running, max(0.0, self._end - time.monotonic()))
+        for future in late:
+            self._pool.give_up(future)
+        if late:
+            raise TimeoutError("the disk took too long")
 
     def drop(self) -> None:
         """Nothing more is read ahead."""

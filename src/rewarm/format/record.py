@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import math
 import struct
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -348,10 +348,22 @@ def read_payload(header: Header, payload: memoryview) -> dict[str, Array]:
     arrays: dict[str, Array] = {}
     for entry in header.tensors:
         data = payload[entry.offset : entry.offset + entry.length]
-        if len(data) != entry.length or xxhash.xxh3_128_digest(data) != entry.checksum:
-            raise DamagedRecord(f"the checksum of tensor {entry.name!r} does not agree")
+        check_tensor(entry, [data])
         arrays[entry.name] = np.frombuffer(data, dtype=entry.storage).reshape(entry.stored_shape())
     return arrays
+
+
+def check_tensor(entry: TensorEntry, pieces: Iterable[memoryview]) -> None:
+    """Whether the bytes of a tensor, in the order of the record, are those that were written.
+
+    Raises:
+        DamagedRecord: the checksum does not agree.
+    """
+    checksum = xxhash.xxh3_128()
+    for piece in pieces:
+        checksum.update(piece)
+    if checksum.digest() != entry.checksum:
+        raise DamagedRecord(f"the checksum of tensor {entry.name!r} does not agree")
 
 
 def finite(part: Part) -> bool:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,9 @@ else:
 
 MAX_PIECE = 2**30
 """Bytes that one call reads or writes at most: macOS refuses 2 GiB and more."""
+
+MAX_BUFFERS = 1024
+"""Buffers that one call fills at most: IOV_MAX of Linux and macOS."""
 
 _BINARY = getattr(os, "O_BINARY", 0)
 _NOFOLLOW = getattr(os, "O_NOFOLLOW", 0)
@@ -44,14 +47,24 @@ class Disk:
         """Write some of `data` at the file's position; the number of bytes written."""
         return os.write(fd, data[:MAX_PIECE])
 
-    def read_into(self, fd: int, buffer: memoryview) -> int:
-        """Read into `buffer` from the file's position; the number of bytes read, 0 at the end."""
-        buffer = buffer[:MAX_PIECE]
+    def read_into(self, fd: int, buffers: Sequence[memoryview]) -> int:
+        """Read into `buffers`, one after the other, from the file's position; how many bytes, 0 at the end.
+
+        Args:
+            fd: an open file.
+            buffers: of bytes, at most `MAX_BUFFERS`, together at most `MAX_PIECE` bytes.
+        """
         if hasattr(os, "readv"):
-            return os.readv(fd, [buffer])
-        data = os.read(fd, len(buffer))
-        buffer[: len(data)] = data
+            return os.readv(fd, buffers)
+        data = os.read(fd, len(buffers[0]))
+        buffers[0][: len(data)] = data
         return len(data)
+
+    def will_read(self, fd: int) -> None:
+        """Tell the system that the whole file is read next; it may have it ready sooner."""
+        if hasattr(os, "posix_fadvise"):
+            with contextlib.suppress(OSError):
+                os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_WILLNEED)
 
     def stat(self, fd: int) -> os.stat_result:
         """Size, owner and mode of an open file."""

@@ -12,7 +12,8 @@ import itertools
 import os
 import re
 import stat
-from collections.abc import Iterator
+from collections import deque
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -22,13 +23,14 @@ from rewarm.format.record import (
     Encoded,
     Header,
     read_header,
-    read_payload,
     read_prelude,
     round_up,
 )
 from rewarm.state.chain import Key
 from rewarm.state.sequence import Array
+from rewarm.store import scatter
 from rewarm.store.disk import Disk
+from rewarm.store.scatter import Place, private_arrays
 
 _NAME = re.compile(r"([0-9a-f]{64})\.(block|point)")
 _FINGERPRINT = re.compile(r"[0-9a-f]{64}")
@@ -138,19 +140,27 @@ class Files:
         with self._opened(name) as (fd, nbytes):
             return self._header(fd, nbytes, name)
 
-    def read(self, name: RecordName) -> tuple[Header, dict[str, Array]]:
-        """A record's header and tensors, every byte checked; the arrays are views of one private buffer.
+    def read(self, name: RecordName, place: Place | None = None) -> tuple[Header, dict[str, Array]]:
+        """A record's header and tensors, every byte checked.
+
+        Args:
+            name: of the record.
+            place: where the tensors are to be; by default in arrays of their own.
 
         Raises:
-            DamagedRecord: provably bad.
+            DamagedRecord: provably bad; what is in the arrays is worth nothing then.
             NewerFormat: written by a later version.
             OSError: the file cannot be read, which proves nothing about it.
         """
         with self._opened(name) as (fd, nbytes):
+            self.disk.will_read(fd)
             header = self._header(fd, nbytes, name)
-            length = sum(entry.length for entry in header.tensors)
-            payload = self._read_exactly(fd, length)
-            return header, read_payload(header, payload)
+            arrays = dict((place or private_arrays)(header))
+            tensors = [(entry, arrays[entry.name]) for entry in header.tensors]
+            for group in scatter.groups(tensors):
+                self._fill(fd, group.pieces)
+                group.check()
+            return header, arrays
 
     @contextlib.contextmanager
     def _opened(self, name: RecordName) -> Iterator[tuple[int, int]]:
@@ -181,13 +191,21 @@ class Files:
 
     def _read_exactly(self, fd: int, nbytes: int) -> memoryview:
         buffer = memoryview(bytearray(nbytes))
-        done = 0
-        while done < nbytes:
-            got = self.disk.read_into(fd, buffer[done:])
+        self._fill(fd, [buffer])
+        return buffer
+
+    def _fill(self, fd: int, pieces: Sequence[memoryview]) -> None:
+        """Fill all of `pieces` from the file's position on."""
+        rest = deque(piece for piece in pieces if len(piece))
+        while rest:
+            got = self.disk.read_into(fd, scatter.one_call(rest))
             if got == 0:
                 raise DamagedRecord("ends early")
-            done += got
-        return buffer
+            while got:
+                piece = rest.popleft()
+                if len(piece) > got:
+                    rest.appendleft(piece[got:])
+                got -= min(got, len(piece))
 
     def remove(self, name: RecordName) -> bool:
         """Remove a record's file; whether it is gone now (false when it cannot be removed)."""

@@ -29,6 +29,7 @@ from rewarm.store.rebuild import rebuild
 from rewarm.store.room import Removal
 from rewarm.store.root import Root, settle_settings
 from rewarm.store.saves import Outcome, Save
+from rewarm.store.scatter import Place
 from rewarm.store.settings import FORMAT, Limits, Settings
 from rewarm.store.source import Source
 
@@ -145,13 +146,13 @@ class Store:
         with self._root.reader.deadline(deadline_s):
             return {key for key in self._root.reader.present(keys) if key not in self._bad}
 
-    def read(self, name: RecordName) -> tuple[Header, dict[str, Array]]:
-        """A record, every byte checked.
+    def read(self, name: RecordName, place: Place | None = None) -> tuple[Header, dict[str, Array]]:
+        """A record, every byte checked, in the arrays that `place` gives.
 
         Raises:
             DamagedRecord, NewerFormat, OSError: see `Files.read`.
         """
-        return self._root.files.read(name)
+        return self._root.files.read(name, place)
 
     def mark_bad(self, name: RecordName, reason: Reason) -> None:
         """From now on this process plans without the record; `settle_bad` deals with its file."""

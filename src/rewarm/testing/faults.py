@@ -11,7 +11,7 @@ import os
 import signal
 import threading
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -148,9 +148,9 @@ class FaultyDisk(Disk):
             raise OSError(fault.code, os.strerror(fault.code))
         return done
 
-    def read_into(self, fd: int, buffer: memoryview) -> int:
+    def read_into(self, fd: int, buffers: Sequence[memoryview]) -> int:
         """As the real disk, or a fault."""
-        done = super().read_into(fd, buffer[:1] if self._meet("read_into") else buffer)
+        done = super().read_into(fd, [buffers[0][:1]] if self._meet("read_into") else buffers)
         self.bytes_read += done
         return done
 
