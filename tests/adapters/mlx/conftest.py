@@ -29,10 +29,19 @@ def tiny_model(bundled_model: Path, tmp_path_factory: pytest.TempPathFactory) ->
 
 @pytest.fixture(scope="session")
 def windowed_model(bundled_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with a random Gemma 3, whose sliding windows have no codec."""
+    """A folder with a random Gemma 3, with a sliding window of 32 tokens on every second layer."""
     from tiny_models import gemma_config, write_model
 
     return write_model(tmp_path_factory.mktemp("models") / "tiny-gemma", gemma_config(vocab=VOCAB), bundled_model)
+
+
+@pytest.fixture(scope="session")
+def unknown_model(bundled_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a model whose cache class has no codec; it needs `--trust-remote-code`."""
+    from tiny_models import llama_config, write_unknown_model
+
+    folder = tmp_path_factory.mktemp("models") / "novel"
+    return write_unknown_model(folder, llama_config(vocab=VOCAB), bundled_model)
 
 
 @pytest.fixture

@@ -93,7 +93,7 @@ class DiskTier:
         the engine begins to quantise them.
         """
         try:
-            n = min(len(tokens), codec.n_common(caches))
+            n = codec.n_held(caches, len(tokens))
             state = codec.encode(caches, n)
         except codec.UnsupportedCache as error:
             self._tell(f"not saved: {error}")
