@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -11,7 +12,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import rewarm
-from rewarm.state.sequence import Rows, SequenceState
+from rewarm.state.layout import Kind
+from rewarm.state.reason import Reason
+from rewarm.state.sequence import Opaque, Rows, SequenceState
 from rewarm.testing.driver import Driver, header_of, holes, on_disk
 from rewarm.testing.fake_engine import FakeEngine, Layer, latent, pair, recurrent, triple, window
 
@@ -23,8 +26,11 @@ KINDS: dict[str, tuple[Layer, ...]] = {
     "sinks": (window(7, 2), window(3, 1, dtype="bfloat16"), window(1)),
     "hybrid": (pair(), recurrent(), window(5), latent()),
     "recurrent": (recurrent(),),
+    # Rows long enough to be read straight to where they belong.
+    "long": (pair(width=512), latent(2048)),
+    "long_hybrid": (pair(width=512), window(6, 1, width=512), recurrent((64, 64))),
 }
-ROWS_ONLY = ("pair", "latent", "triple")
+ROWS_ONLY = ("pair", "latent", "triple", "long")
 
 
 @pytest.fixture(params=KINDS)
@@ -140,30 +146,91 @@ def test_nothing_handed_in_is_kept(driver: Driver) -> None:
     driver.engine.check(restored, range(10), exact=True)
 
 
-def test_into_fills_buffers_whose_token_axis_is_longer(tmp_path: Path) -> None:
-    driver = Driver(tmp_path / "kv", FakeEngine(layers=KINDS["pair"]))
-    tokens = list(range(11))
-    driver.save(tokens)
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("n", [3, 4, 11, 12])
+def test_into_fills_buffers_whose_token_axis_is_longer(tmp_path: Path, kind: str, n: int) -> None:
+    driver = Driver(tmp_path / "kv", FakeEngine(layers=KINDS[kind]))
+    for end in (n // 2, n):
+        driver.save(range(end))
     driver.flush()
+    buffers, into = engine_buffers(driver.engine.state(range(n)))
+    state = driver.namespace().restore(driver.namespace().find([*range(n), 1]), into=into)
+    assert state.n_tokens == n
+    driver.engine.check(cut_to_length(state, driver.engine.state(range(n)), buffers), range(n), exact=True)
+    driver.close()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_damage_in_the_middle_leaves_what_lies_before_it_right(tmp_path: Path, kind: str) -> None:
+    """Rows of records behind the damage may be in their place already when it is found."""
+    driver = Driver(tmp_path / "kv", FakeEngine(layers=KINDS[kind]))
+    for end in (7, 22):
+        driver.save(range(end))
+    driver.flush()
+    bad = next(path for path in on_disk(driver.root).records if header_of(path).n == 12)
+    data = bytearray(bad.read_bytes())
+    data[-1] ^= 1
+    bad.write_bytes(data)
+    buffers, into = engine_buffers(driver.engine.state(range(22)))
+    state = driver.namespace().restore(driver.namespace().find([*range(22), 1]), into=into)
+    assert state.reason is Reason.CORRUPT
+    assert state.n_tokens == (8 if kind in ROWS_ONLY else 7)
+    expected = driver.engine.state(range(state.n_tokens))
+    driver.engine.check(cut_to_length(state, expected, buffers), range(state.n_tokens))
+    driver.close()
+
+
+@pytest.mark.parametrize("fault", ["element type", "too short", "read only", "another shape"])
+def test_a_buffer_that_does_not_fit_is_a_wrong_call(tmp_path: Path, fault: str) -> None:
+    driver = Driver(tmp_path / "kv", FakeEngine(layers=KINDS["long"]))
+    driver.save(range(11))
+    driver.flush()
+
+    def into(name: str, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
+        made = np.empty(shape, dtype)
+        if fault == "element type":
+            return made.view(f"<i{made.itemsize}")
+        if fault == "read only":
+            made.flags.writeable = False
+        return {"too short": made[..., :3], "another shape": made[None]}.get(fault, made)
+
+    namespace = driver.namespace()
+    with pytest.raises(ValueError, match="buffer"):
+        namespace.restore(namespace.find(range(12)), into=into)
+    assert driver.restore(range(12)).n_tokens == 11
+    driver.close()
+
+
+def engine_buffers(
+    expected: SequenceState,
+) -> tuple[dict[str, np.ndarray], Callable[[str, tuple[int, ...], np.dtype], np.ndarray]]:
+    """Buffers as an engine has them, longer than what is asked and never fresh, by name; what makes them."""
+    specs = expected.layout().by_name
     buffers: dict[str, np.ndarray] = {}
-    specs = driver.engine.state(tokens).layout().by_name
 
     def into(name: str, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
         longer = [*shape]
-        longer[specs[name].axis] += 5
+        if specs[name].kind is not Kind.OPAQUE:
+            longer[specs[name].axis] += 5
         buffers[name] = np.full(longer, 7, dtype=dtype)
         return buffers[name]
 
-    match = driver.namespace().find([*tokens, 1])
-    state = driver.namespace().restore(match, into=into)
-    assert state.n_tokens == 11
+    return buffers, into
+
+
+def cut_to_length(state: SequenceState, expected: SequenceState, buffers: dict[str, np.ndarray]) -> SequenceState:
+    """`state` with its arrays cut to the rows that it has; what lies behind them must be untouched."""
     cut = {}
-    for name, spec in specs.items():
-        lead = (slice(None),) * spec.axis
-        assert (buffers[name][(*lead, slice(11, None))] == 7).all()
-        cut[name] = Rows(buffers[name][(*lead, slice(0, 11))], spec.axis)
-    driver.engine.check(SequenceState(11, cut), tokens)
-    driver.close()
+    for name, tensor in state.tensors.items():
+        assert tensor.array is buffers[name]
+        if isinstance(tensor, Opaque):
+            cut[name] = tensor
+            continue
+        n_rows = expected.tensors[name].array.shape[tensor.axis]
+        lead = (slice(None),) * tensor.axis
+        assert (tensor.array[(*lead, slice(n_rows, None))] == 7).all()
+        cut[name] = replace(tensor, array=np.ascontiguousarray(tensor.array[(*lead, slice(0, n_rows))]))
+    return replace(state, tensors=cut)
 
 
 def test_big_endian_and_strided_arrays_are_taken(tmp_path: Path) -> None:
