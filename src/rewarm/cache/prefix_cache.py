@@ -11,6 +11,7 @@ import atexit
 import contextlib
 import logging
 import os
+import threading
 import time
 import weakref
 from collections.abc import Callable, Iterable
@@ -34,6 +35,7 @@ from rewarm.store.check import Progress, Report
 from rewarm.store.disk import Disk
 from rewarm.store.entries import Entry
 from rewarm.store.forgotten import Forgotten
+from rewarm.store.moving import MARK, tidy_up
 from rewarm.store.room import Removal
 from rewarm.store.settings import Limits, Settings
 from rewarm.store.store import Store
@@ -258,7 +260,10 @@ def open_cache(
     if policy is not None:
         policy.check()
     rules = msgspec.to_builtins(policy) if policy is not None else None
-    return PrefixCache(Store.open(root, limits, rules, block_tokens, disk), clock)
+    store = Store.open(root, limits, rules, block_tokens, disk)
+    if (store.root / MARK).exists():  # a move ended before it had removed where the cache was
+        threading.Thread(target=tidy_up, args=(store.root, disk), name="rewarm-tidy", daemon=True).start()
+    return PrefixCache(store, clock)
 
 
 def default_root() -> Path:

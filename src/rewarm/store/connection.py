@@ -137,6 +137,16 @@ class Connection:
         with self._lock, _faults():
             return self._db.execute(sql, values).fetchone()
 
+    def copy_to(self, path: Path) -> None:
+        """Write what is committed to a new database at `path`, mode 0600; others go on reading and writing.
+
+        Raises:
+            OSError: there is a file already, or it cannot be made.
+        """
+        os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600))
+        with self._lock, _faults(), contextlib.closing(sqlite3.connect(path)) as target:
+            self._db.backup(target)
+
     def erase_log(self) -> bool:
         """Move the log into the database and truncate it, so that deleted rows are in neither; whether it is."""
         busy = self.one("PRAGMA wal_checkpoint(TRUNCATE)")
