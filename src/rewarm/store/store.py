@@ -25,6 +25,7 @@ from rewarm.store.entries import Entries, Entry
 from rewarm.store.files import RecordName
 from rewarm.store.forgotten import Forgotten
 from rewarm.store.index import Row
+from rewarm.store.listing import Listing
 from rewarm.store.rebuild import rebuild
 from rewarm.store.room import Removal
 from rewarm.store.root import Root, settle_settings
@@ -248,6 +249,10 @@ class Store:
     def entries(self) -> list[Entry]:
         """All entries, latest match first."""
         return Entries(self._root.reader).list()
+
+    def listing(self) -> Listing:
+        """The entries, for lists that stay quick at many of them."""
+        return Listing(self._root.reader)
 
     def pin(self, entry_id: str, *, pinned: bool) -> bool:
         """Pin or unpin an entry; whether it is there. What only a pin held above a limit goes at once."""
