@@ -60,6 +60,7 @@ PLAIN = (
     "bytes_read",
     "tokens_restored",
     "hits",
+    "saved_ms",
     "evicted_files",
     "expired_entries",
     "quarantined_files",
