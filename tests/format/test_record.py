@@ -524,6 +524,20 @@ def test_nan_and_infinity_are_seen_in_every_float_type() -> None:
     for bits in (0x7F80, 0xFF80, 0x7FC0, 0x7F81, 0xFFFF):
         assert not finite(Part(brain, np.array([0x3F80, bits], dtype="<u2")))
     assert finite(Part(brain, np.array([0x7F7F, 0xFF7F, 0], dtype="<u2")))
+    for dtype, right, wrong in (
+        ("float8_e4m3fn", (0x7E, 0xFE, 0x80), (0x7F, 0xFF)),
+        ("float8_e5m2", (0x7B, 0xFB), (0x7C, 0xFC, 0xFF)),
+    ):
+        spec = dataclasses.replace(OPAQUE, storage="|u1", dtype=dtype)
+        assert finite(Part(spec, np.array(right, dtype="|u1")))
+        for bits in wrong:
+            assert not finite(Part(spec, np.array([0, bits], dtype="|u1")))
+    # An element type of another width than its name says is any bits.
+    assert finite(Part(dataclasses.replace(OPAQUE, storage="|u1", dtype="float32"), np.full(3, 255, "|u1")))
+    assert finite(Part(brain, np.zeros((0, 4), "<u2")))
+    last = np.zeros(300_000, "<u2")
+    last[-1] = 0xFF80
+    assert not finite(Part(brain, last.reshape(3, -1)))
     assert finite(Part(dataclasses.replace(OPAQUE, storage="<u2", dtype="uint16"), np.array([0x7F80], dtype="<u2")))
 
 
