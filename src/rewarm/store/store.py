@@ -25,7 +25,6 @@ from rewarm.store.entries import Entries, Entry
 from rewarm.store.files import RecordName
 from rewarm.store.forgotten import Forgotten
 from rewarm.store.index import Row
-from rewarm.store.listing import Listing
 from rewarm.store.rebuild import rebuild
 from rewarm.store.room import Removal
 from rewarm.store.root import Root, settle_settings
@@ -250,10 +249,6 @@ class Store:
         """All entries, latest match first."""
         return Entries(self._root.reader).list()
 
-    def listing(self) -> Listing:
-        """The entries, for lists that stay quick at many of them."""
-        return Listing(self._root.reader)
-
     def pin(self, entry_id: str, *, pinned: bool) -> bool:
         """Pin or unpin an entry; whether it is there. What only a pin held above a limit goes at once."""
         key = bytes.fromhex(entry_id)
@@ -414,6 +409,15 @@ class Store:
     def descriptions(self) -> list[tuple[bytes, bytes]]:
         """Fingerprint and `identity.json` of each namespace that had one at opening, or got one since."""
         return list(self._described.items())
+
+    def description(self, fingerprint: bytes) -> bytes | None:
+        """`identity.json` of one namespace, as its file says now; None where there is none."""
+        folder = self.root / fingerprint.hex()
+        path = folder / "identity.json"
+        with contextlib.suppress(OSError):
+            if path.is_file() and not path.is_symlink() and not folder.is_symlink():
+                return path.read_bytes()
+        return None
 
     def _read_descriptions(self) -> dict[bytes, bytes]:
         found: dict[bytes, bytes] = {}
