@@ -48,19 +48,19 @@ class State(enum.StrEnum):
     FAILED = "failed"
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Launch:
     """How workers are started and ended.
 
     Attributes:
         command: the program; `--model`, `--host`, `--port` and the cache folder are added.
-        cache_dir: the cache folder.
+        cache_dir: the cache folder of workers that are started from now on; None: they run without.
         start_timeout_s: from the start of the process to the first healthy answer.
         stop_timeout_s: from SIGTERM to SIGKILL.
     """
 
     command: Sequence[str]
-    cache_dir: Path
+    cache_dir: Path | None
     start_timeout_s: float
     stop_timeout_s: float
 
@@ -244,10 +244,11 @@ class Worker:
 
     async def _spawn(self, path: Path) -> Running:
         secret, port = secrets.token_urlsafe(32), _free_port()
+        folder = self._launch.cache_dir
         process = await Child.start(
             (
                 *(*self._launch.command, "--model", str(path), "--host", HOST, "--port", str(port)),
-                *("--rewarm-dir", str(self._launch.cache_dir)),
+                *(("--rewarm-dir", str(folder)) if folder is not None else ("--rewarm-off",)),
             ),
             {**os.environ, SECRET_VARIABLE: secret},
             lambda line: self._keep(line, secret),

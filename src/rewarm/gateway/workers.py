@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import sys
 from collections.abc import Iterable, Iterator
+from pathlib import Path
 
 from rewarm.gateway.models import Model
 from rewarm.gateway.problems import unknown_model
@@ -23,13 +24,13 @@ class Workers:
     """
 
     def __init__(self, models: Iterable[Model], settings: Settings) -> None:
-        launch = Launch(
+        self._launch = Launch(
             settings.worker_command or WORKER_COMMAND,
             settings.cache_dir,
             settings.start_timeout_s,
             settings.stop_timeout_s,
         )
-        self._workers = {model.name: Worker(model, launch) for model in models}
+        self._workers = {model.name: Worker(model, self._launch) for model in models}
 
     def __iter__(self) -> Iterator[Worker]:
         """The workers, in the order of the models."""
@@ -54,6 +55,10 @@ class Workers:
     def __contains__(self, name: str) -> bool:
         """Whether there is such a model."""
         return name in self._workers
+
+    def use_folder(self, folder: Path | None) -> None:
+        """Have workers that are started from now on use the cache folder `folder`; None: none at all."""
+        self._launch.cache_dir = folder
 
     async def close(self) -> None:
         """End every worker, at once, and wait until all are gone."""
