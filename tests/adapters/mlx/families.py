@@ -96,6 +96,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "index_head_dim": 64,
         "index_topk": 4,
         "hc_mult": 2,
+        "hc_sinkhorn_iters": 2,
         "candidate_source_layer_id": 1,
         "candidate_topk_blocks": 2,
         "candidate_block_size": 2,
