@@ -137,6 +137,10 @@ class Connection:
         with self._lock, _faults():
             return self._db.execute(sql, values).fetchone()
 
+    def version(self) -> int:
+        """A number that changes when another connection, of whichever process, has committed something."""
+        return int(self.one("PRAGMA data_version")[0])
+
     def copy_to(self, path: Path) -> None:
         """Write what is committed to a new database at `path`, mode 0600; others go on reading and writing.
 

@@ -15,6 +15,7 @@ from rewarm.state.chain import Chain, Key, common_prefix, from_ordered, ordered
 from rewarm.state.plan import Child, tail_tokens
 from rewarm.state.reason import Boundary
 from rewarm.store.index import Index
+from rewarm.store.sizes import sizes
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +33,10 @@ class Entry:
         matched_s: when it was last matched or saved, seconds since 1970.
         hits: restores that used its end.
         nbytes: bytes of its whole path.
-        own_nbytes: bytes that only this entry needs.
+        own_nbytes: bytes that only this entry needs; the others are shared.
+        parent: id of the older entry that it branched off, or None where it shares nothing.
+        fork_tokens: where: tokens up to the end of the last record that both need, at most a block less than the
+            tokens that they share.
     """
 
     id: str
@@ -46,6 +50,8 @@ class Entry:
     hits: int
     nbytes: int = 0
     own_nbytes: int = 0
+    parent: str | None = None
+    fork_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -302,28 +308,29 @@ class Entries:
     def list(self) -> list[Entry]:
         """All entries, latest match first."""
         sql = (
-            "SELECT entries.id, fingerprint, n, label, boundary, pinned, created_s, matched_s, hits FROM entries"
+            'SELECT entries.id, fingerprint, n, label, boundary, pinned, created_s, matched_s, hits, "end" FROM entries'
             " JOIN namespaces ON namespaces.id = namespace ORDER BY matched_s DESC, n DESC"
         )
-        found = []
-        for row in self._index.rows(sql):
-            path, own = self.path([row[0]]), [child.key for child in self.own(row[0])]
-            found.append(
-                Entry(
-                    id=row[0].hex(),
-                    fingerprint=row[1].hex(),
-                    n_tokens=int(row[2]),
-                    label=row[3],
-                    boundary=row[4],
-                    pinned=bool(row[5]),
-                    created_s=row[6],
-                    matched_s=row[7],
-                    hits=int(row[8]),
-                    nbytes=self._index.path_nbytes([*path.union(own)]),
-                    own_nbytes=self._index.path_nbytes(own),
-                )
+        rows = self._index.rows(sql)
+        found = sizes(self._index, [row[9] for row in rows], [(row[6], row[0].hex()) for row in rows])
+        return [
+            Entry(
+                id=row[0].hex(),
+                fingerprint=row[1].hex(),
+                n_tokens=int(row[2]),
+                label=row[3],
+                boundary=row[4],
+                pinned=bool(row[5]),
+                created_s=row[6],
+                matched_s=row[7],
+                hits=int(row[8]),
+                nbytes=size.nbytes,
+                own_nbytes=size.own_nbytes,
+                parent=None if size.parent is None else rows[size.parent][0].hex(),
+                fork_tokens=size.fork_tokens,
             )
-        return found
+            for row, size in zip(rows, found, strict=True)
+        ]
 
 
 def _unnamed(row: Any) -> bool:

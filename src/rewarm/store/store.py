@@ -44,6 +44,7 @@ class Store:
         self._bad: dict[Key, Reason] = {}
         self._layouts: dict[bytes, Layout] = {}
         self._log_is_due = False
+        self._listed: tuple[tuple[int, int], list[Entry]] | None = None
         self._described = self._read_descriptions()
 
     @classmethod
@@ -246,8 +247,11 @@ class Store:
             self._root.index.erase_log()
 
     def entries(self) -> list[Entry]:
-        """All entries, latest match first."""
-        return Entries(self._root.reader).list()
+        """All entries, latest match first; worked out anew when the index has changed since the last time."""
+        now = (self.n_attached, self._root.reader.version())
+        if self._listed is None or self._listed[0] != now:
+            self._listed = (now, Entries(self._root.reader).list())
+        return list(self._listed[1])
 
     def pin(self, entry_id: str, *, pinned: bool) -> bool:
         """Pin or unpin an entry; whether it is there. What only a pin held above a limit goes at once."""
