@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rewarm.errors import DamagedRecord, RecordError
+from rewarm.format.pieces import runs
 from rewarm.format.record import Encoded, Header, Part, encode
 from rewarm.state.chain import Key, as_tokens, block_key
 from rewarm.state.layout import Kind, Layout, TensorSpec
@@ -99,8 +100,8 @@ def test_pieces_are_the_bytes_in_order(data: st.DataObject) -> None:
     whole = np.arange(np.prod(widened, dtype=int), dtype="<u4").reshape(widened)
     view = whole[tuple(slice(0, n) for n in shape)] if shape else whole
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(scatter, "SHORT_RUN", 0)
-        pieces = scatter._runs(view)
+        patch.setattr("rewarm.format.pieces.SHORT_RUN", 0)
+        pieces = runs(view)
     assert pieces is not None
     assert b"".join(pieces) == view.tobytes()
     for piece in pieces:

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import math
 import struct
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -29,6 +29,7 @@ import numpy as np
 import xxhash
 
 from rewarm.errors import DamagedRecord, NewerFormat
+from rewarm.format.pieces import as_bytes, pieces
 from rewarm.state.chain import KEY_NBYTES, Key, Tokens, block_key, point_key
 from rewarm.state.layout import STORAGE, Kind, Layout, TensorSpec
 from rewarm.state.sequence import Array, MetaValue
@@ -148,16 +149,20 @@ class Part:
 
     Attributes:
         spec: its description in the layout.
-        array: C-contiguous, of the spec's storage type; what the record holds of the tensor.
+        array: of the spec's storage type; what the record holds of the tensor.
     """
 
     spec: TensorSpec
     array: Array
 
 
+Put = Callable[[list[memoryview]], None]
+"""Takes the next bytes of a payload."""
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Encoded:
-    """A record ready to be written: `head` first, then the payload's pieces.
+    """A record in bytes.
 
     Attributes:
         header: what the head says.
@@ -171,16 +176,62 @@ class Encoded:
     payload: tuple[memoryview, ...]
     nbytes: int
 
+    @property
+    def payload_at(self) -> int:
+        """Where the payload begins, in bytes."""
+        return len(self.head)
+
+    def write(self, put: Put) -> bytes:
+        """Give the payload to `put`, then return the head."""
+        put([*self.payload])
+        return self.head
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Outline:
+    """A record of which all is known but the checksums: these are taken while the payload is written.
+
+    Attributes:
+        header: what the head will say; the checksums in its table are zeros.
+        parts: the tensors.
+        payload_at: where the payload begins, in bytes.
+        nbytes: the whole file's length.
+    """
+
+    header: Header
+    parts: tuple[Part, ...]
+    payload_at: int
+    nbytes: int
+
+    def write(self, put: Put) -> bytes:
+        """Give the payload to `put`, some pieces at a time, from its first byte to its last; then return the head."""
+        entries, group, held = [], list[memoryview](), 0
+        for entry, part in zip(self.header.tensors, self.parts, strict=True):
+            checksum = xxhash.xxh3_128()
+            for piece in pieces(part.array):
+                for start in range(0, len(piece), _GROUP_NBYTES):
+                    group.append(piece[start : start + _GROUP_NBYTES])
+                    checksum.update(group[-1])
+                    held += len(group[-1])
+                    # What the checksum has just read is still in the processor's cache.
+                    if held >= _GROUP_NBYTES:
+                        put(group)
+                        group, held = [], 0
+            entries.append(msgspec.structs.replace(entry, checksum=checksum.digest()))
+        put(group)
+        return _head(msgspec.structs.replace(self.header, tensors=tuple(entries)), self.payload_at, self.nbytes)
+
+
+_GROUP_NBYTES = 2**20
 
 _encoder = msgspec.msgpack.Encoder()
 _decoder = msgspec.msgpack.Decoder(Header)
 
 
-def encode(header: Header, parts: Sequence[Part]) -> Encoded:
-    """The record that `header` (its table still empty) and `parts` make."""
-    entries, payload, offset = [], [], 0
+def outline(header: Header, parts: Sequence[Part]) -> Outline:
+    """The record that `header` (its table still empty) and `parts` make, ready to be written."""
+    entries, offset = [], 0
     for part in parts:
-        data = _as_bytes(part.array)
         spec, opaque = part.spec, part.spec.kind is Kind.OPAQUE
         entries.append(
             TensorEntry(
@@ -194,23 +245,31 @@ def encode(header: Header, parts: Sequence[Part]) -> Encoded:
                 keep=spec.keep,
                 rows=0 if opaque else part.array.shape[spec.axis],
                 offset=offset,
-                length=data.nbytes,
-                checksum=xxhash.xxh3_128_digest(data),
+                length=part.array.nbytes,
+                checksum=bytes(16),
             )
         )
-        payload.append(data)
-        offset += data.nbytes
+        offset += part.array.nbytes
     header = msgspec.structs.replace(header, tensors=tuple(entries))
+    payload_at = round_up(PRELUDE.size + len(_encoder.encode(header)))
+    return Outline(header, tuple(parts), payload_at, payload_at + offset)
+
+
+def encode(header: Header, parts: Sequence[Part]) -> Encoded:
+    """The record that `header` (its table still empty) and `parts` make, in bytes."""
+    planned = outline(header, parts)
+    head = planned.write(lambda _: None)
+    payload = tuple(as_bytes(np.ascontiguousarray(part.array)) for part in parts)
+    written = _decoder.decode(head[PRELUDE.size : PRELUDE.size + PRELUDE.unpack(head[: PRELUDE.size])[2]])
+    return Encoded(written, head, payload, planned.nbytes)
+
+
+def _head(header: Header, payload_at: int, nbytes: int) -> bytes:
+    """All bytes before the payload."""
     body = _encoder.encode(header)
-    start = round_up(PRELUDE.size + len(body))
-    plain = PRELUDE.pack(MAGIC, VERSION, len(body), start, start + offset, b"")[:32]
-    body += bytes(start - PRELUDE.size - len(body))
-    checksum = xxhash.xxh3_128_digest(plain + body)
-    return Encoded(header, plain + checksum + body, tuple(payload), start + offset)
-
-
-def _as_bytes(array: Array) -> memoryview:
-    return array.reshape(-1).view(np.uint8).data if array.size else memoryview(b"")
+    plain = PRELUDE.pack(MAGIC, VERSION, len(body), payload_at, nbytes, b"")[:32]
+    body += bytes(payload_at - PRELUDE.size - len(body))
+    return plain + xxhash.xxh3_128_digest(plain + body) + body
 
 
 def round_up(nbytes: int) -> int:
@@ -366,8 +425,8 @@ def check_tensor(entry: TensorEntry, pieces: Iterable[memoryview]) -> None:
         raise DamagedRecord(f"the checksum of tensor {entry.name!r} does not agree")
 
 
-_CHECKED_ELEMENTS = 1 << 17
-"""Elements that are looked at twice while they are in the processor's cache."""
+_CHECKED_NBYTES = 2**18
+"""Bytes that are looked at twice while they are in the processor's cache."""
 
 _FIRST_NOT_FINITE = {
     "bfloat16": ("<u2", "<i2", 0x7F80),
@@ -388,11 +447,11 @@ def finite(part: Part) -> bool:
     unsigned, signed, first = _FIRST_NOT_FINITE.get(part.spec.dtype, ("", "", 0))
     if not unsigned or part.array.dtype.itemsize % np.dtype(unsigned).itemsize:
         return True
-    flat = part.array.reshape(-1).view(unsigned)
-    sign = 1 << (8 * flat.itemsize - 1)
-    for start in range(0, len(flat), _CHECKED_ELEMENTS):
-        piece = flat[start : start + _CHECKED_ELEMENTS]
-        # Seen without a sign, negative numbers are the largest, and seen with it the positive ones are.
-        if piece.max() >= sign + first or piece.view(signed).max() >= first:
-            return False
+    sign = 1 << (8 * np.dtype(unsigned).itemsize - 1)
+    for run in pieces(part.array):
+        for start in range(0, len(run), _CHECKED_NBYTES):
+            bits = np.frombuffer(run[start : start + _CHECKED_NBYTES], unsigned)
+            # Seen without a sign, negative numbers are the largest, and seen with it the positive ones are.
+            if bits.max() >= sign + first or bits.view(signed).max() >= first:
+                return False
     return True

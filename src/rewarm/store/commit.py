@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 
 from rewarm.errors import DamagedRecord, NewerFormat
 from rewarm.format.layouts import encode_layout
-from rewarm.format.record import ALIGNMENT, Encoded, Header, encode, round_up
+from rewarm.format.record import ALIGNMENT, Header, Outline, outline, round_up
 from rewarm.state.chain import Key, ordered
 from rewarm.state.reason import Dropped
 from rewarm.store.entries import End, EntryMove
@@ -41,10 +41,10 @@ BATCH_NBYTES = 64 * 2**20
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Record:
-    """A draft, encoded, with what the index will know of it."""
+    """A draft, ready to be written, with what the index will know of it."""
 
     name: RecordName
-    encoded: Encoded
+    outline: Outline
     row: NewRow
 
 
@@ -86,7 +86,7 @@ class Committer:
             while n < min(len(drafts), BATCH_FILES) and nbytes + drafts[n].nbytes <= BATCH_NBYTES:
                 nbytes += drafts[n].nbytes
                 n += 1
-            records = [self._encode(draft, save, move, now_s) for draft in drafts[:n]]
+            records = [self._outline(draft, save, move, now_s) for draft in drafts[:n]]
             drafts = drafts[n:]
             self._write_batch(records, save, limits, wanted, outcome)
             # After each batch, so that whatever is there belongs to an entry, however this save ends.
@@ -102,7 +102,7 @@ class Committer:
         size = self.index.path_nbytes(blocks) + coming + self.index.own_nbytes()
         return size <= (limits.max_bytes or 0) and len(blocks) + 1 <= (limits.max_files or 0)
 
-    def _encode(self, draft: Draft, save: Save, move: EntryMove, now_s: float) -> _Record:
+    def _outline(self, draft: Draft, save: Save, move: EntryMove, now_s: float) -> _Record:
         name = draft.name
         header = Header(
             kind="point" if name.is_point else "block",
@@ -122,11 +122,11 @@ class Committer:
             boundary=save.boundary.value if name.is_point else "",
             meta=save.meta if name.is_point else {},
         )
-        encoded = encode(header, draft.parts)
+        planned = outline(header, draft.parts)
         own = ordered(draft.tokens)
         n = draft.first + len(draft.tokens)
-        row = NewRow(name, draft.parent, own, save.layout.digest, n, draft.after, round_up(encoded.nbytes))
-        return _Record(name, encoded, row)
+        row = NewRow(name, draft.parent, own, save.layout.digest, n, draft.after, round_up(planned.nbytes))
+        return _Record(name, planned, row)
 
     def _write_batch(
         self,
@@ -231,9 +231,9 @@ class Committer:
         for record in records:
             try:
                 if not self._adoptable(record):
-                    self.files.publish(record.name, record.encoded)
+                    self.files.publish(record.name, record.outline)
                     outcome.n_written += 1
-                    outcome.nbytes += record.encoded.nbytes
+                    outcome.nbytes += record.outline.nbytes
             except OSError as error:
                 full = error.errno in (errno.ENOSPC, errno.EDQUOT)
                 outcome.dropped = Dropped.NO_SPACE if full else Dropped.UNAVAILABLE

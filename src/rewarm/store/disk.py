@@ -43,9 +43,20 @@ class Disk:
         """Open a file for reading; a symbolic link is refused, and a named pipe is not waited for."""
         return os.open(path, os.O_RDONLY | _BINARY | _NOFOLLOW | _CLOEXEC | _NONBLOCK)
 
-    def write(self, fd: int, data: memoryview) -> int:
-        """Write some of `data` at the file's position; the number of bytes written."""
-        return os.write(fd, data[:MAX_PIECE])
+    def write(self, fd: int, buffers: Sequence[memoryview]) -> int:
+        """Write some of `buffers`, one after the other, at the file's position; how many bytes.
+
+        Args:
+            fd: an open file.
+            buffers: of bytes, at most `MAX_BUFFERS`, together at most `MAX_PIECE` bytes.
+        """
+        if hasattr(os, "writev"):
+            return os.writev(fd, buffers)
+        return os.write(fd, buffers[0])
+
+    def seek(self, fd: int, position: int) -> None:
+        """Go to a byte of an open file, beyond its end too."""
+        os.lseek(fd, position, os.SEEK_SET)
 
     def read_into(self, fd: int, buffers: Sequence[memoryview]) -> int:
         """Read into `buffers`, one after the other, from the file's position; how many bytes, 0 at the end.

@@ -12,9 +12,9 @@ import itertools
 import os
 import re
 import stat
-from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from rewarm.errors import DamagedRecord
@@ -22,6 +22,7 @@ from rewarm.format.record import (
     PRELUDE,
     Encoded,
     Header,
+    Outline,
     read_header,
     read_prelude,
     round_up,
@@ -70,11 +71,11 @@ class Files:
         """The path of a record."""
         return self.root / name.fingerprint.hex() / name.key.hex()[:2] / name.file_name
 
-    def publish(self, name: RecordName, record: Encoded) -> None:
+    def publish(self, name: RecordName, record: Outline | Encoded) -> None:
         """Write a record under a temporary name and rename it to its own."""
         temporary = self._temporary()
         try:
-            self._write(temporary, [memoryview(record.head), *record.payload])
+            self._write_record(temporary, record)
             self._place(temporary, self.path(name))
         except OSError:
             with contextlib.suppress(OSError):
@@ -85,7 +86,7 @@ class Files:
         """Replace a small file of the root as a whole."""
         temporary = self._temporary()
         try:
-            self._write(temporary, [memoryview(data)])
+            self._write(temporary, data)
             self.disk.rename(temporary, path)
         except OSError:
             with contextlib.suppress(OSError):
@@ -95,7 +96,7 @@ class Files:
     def replace_new(self, path: Path, data: bytes) -> None:
         """Make a small file of the root as a whole, unless it is there already."""
         temporary = self._temporary()
-        self._write(temporary, [memoryview(data)])
+        self._write(temporary, data)
         try:
             self.disk.link(temporary, path)
         finally:
@@ -105,13 +106,22 @@ class Files:
     def _temporary(self) -> Path:
         return self.root / "tmp" / f"{self._process}-{next(self._serial)}.tmp"
 
-    def _write(self, path: Path, pieces: list[memoryview]) -> None:
+    def _write(self, path: Path, data: bytes) -> None:
         fd = self.disk.create(path)
         try:
-            for piece in pieces:
-                rest = piece
-                while rest:
-                    rest = rest[self.disk.write(fd, rest) :]
+            scatter.each(partial(self.disk.write, fd), [memoryview(data)])
+        finally:
+            self.disk.close(fd)
+
+    def _write_record(self, path: Path, record: Outline | Encoded) -> None:
+        fd = self.disk.create(path)
+        put = partial(scatter.each, partial(self.disk.write, fd))
+        try:
+            # The head has the payload's checksums: it is written when they are known.
+            self.disk.seek(fd, record.payload_at)
+            head = record.write(put)
+            self.disk.seek(fd, 0)
+            put([memoryview(head)])
         finally:
             self.disk.close(fd)
 
@@ -196,16 +206,10 @@ class Files:
 
     def _fill(self, fd: int, pieces: Sequence[memoryview]) -> None:
         """Fill all of `pieces` from the file's position on."""
-        rest = deque(piece for piece in pieces if len(piece))
-        while rest:
-            got = self.disk.read_into(fd, scatter.one_call(rest))
-            if got == 0:
-                raise DamagedRecord("ends early")
-            while got:
-                piece = rest.popleft()
-                if len(piece) > got:
-                    rest.appendleft(piece[got:])
-                got -= min(got, len(piece))
+        try:
+            scatter.each(partial(self.disk.read_into, fd), pieces)
+        except EOFError:
+            raise DamagedRecord("ends early") from None
 
     def remove(self, name: RecordName) -> bool:
         """Remove a record's file; whether it is gone now (false when it cannot be removed)."""

@@ -289,7 +289,7 @@ class _Move:
                 while piece := stream.read(_PIECE):
                     rest = memoryview(piece)
                     while rest:
-                        rest = rest[self._disk.write(fd, rest) :]
+                        rest = rest[self._disk.write(fd, [rest]) :]
             self._disk.sync(fd)
         finally:
             self._disk.close(fd)

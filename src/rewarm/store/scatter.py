@@ -7,12 +7,14 @@ the buffers that it makes: it knows neither files nor what the tensors mean.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 
 from rewarm.errors import RecordError
+from rewarm.format.pieces import as_bytes, runs
 from rewarm.format.record import Header, TensorEntry, check_tensor
 from rewarm.state.sequence import Array
 from rewarm.store.disk import MAX_BUFFERS, MAX_PIECE
@@ -23,9 +25,6 @@ contiguous or not; or raises `RecordError` for a record that is not wanted."""
 
 GROUP_BYTES = 4 * 2**20
 """Bytes that are read before they are checked: they are still in the processor's cache then."""
-
-SHORT_RUN = 2048
-"""Runs of fewer bytes are not worth a piece of their own: such a tensor is read whole and copied."""
 
 
 def private_arrays(header: Header, without: Collection[str] = ()) -> dict[str, Array]:
@@ -54,11 +53,11 @@ class Group:
         """Have a tensor read into `array`."""
         if array.shape != entry.stored_shape() or array.dtype != entry.storage:
             raise RecordError(f"tensor {entry.name!r} does not have the shape or the element type that is asked for")
-        pieces = _runs(array)
+        pieces = runs(array)
         if pieces is None:
             whole = np.empty(array.shape, array.dtype)
             self._copies.append((array, whole))
-            pieces = [_bytes(whole)]
+            pieces = [as_bytes(whole)]
         self.pieces += pieces
         self._tensors.append((entry, pieces))
         self.nbytes += entry.length
@@ -86,7 +85,29 @@ def groups(tensors: Sequence[tuple[TensorEntry, Array]]) -> Iterator[Group]:
     yield group
 
 
-def one_call(pieces: Sequence[memoryview]) -> list[memoryview]:
+def each(call: Callable[[Sequence[memoryview]], int], pieces: Sequence[memoryview]) -> None:
+    """Have all bytes of `pieces` read or written, in as many system calls as it takes.
+
+    Args:
+        call: reads into, or writes, some bytes of the buffers that it gets; how many.
+        pieces: of bytes.
+
+    Raises:
+        EOFError: a call did nothing.
+    """
+    rest = deque(piece for piece in pieces if len(piece))
+    while rest:
+        done = call(one_call(rest))
+        if not done:
+            raise EOFError
+        while done:
+            piece = rest.popleft()
+            if len(piece) > done:
+                rest.appendleft(piece[done:])
+            done -= min(done, len(piece))
+
+
+def one_call(pieces: Iterable[memoryview]) -> list[memoryview]:
     """As many of the first pieces as one system call fills, the last one cut where need be."""
     taken: list[memoryview] = []
     room = MAX_PIECE
@@ -96,20 +117,3 @@ def one_call(pieces: Sequence[memoryview]) -> list[memoryview]:
         taken.append(piece[:room])
         room -= len(taken[-1])
     return taken
-
-
-def _runs(array: Array) -> list[memoryview] | None:
-    """The contiguous runs of an array as bytes, in C order; None where they are too short to be worth it."""
-    if not array.size:
-        return []
-    n_axes, run = array.ndim, array.itemsize
-    while n_axes and (array.strides[n_axes - 1] == run or array.shape[n_axes - 1] == 1):
-        n_axes -= 1
-        run *= array.shape[n_axes]
-    if n_axes and run < SHORT_RUN:
-        return None
-    return [_bytes(array[(*index, ...)]) for index in np.ndindex(array.shape[:n_axes])]
-
-
-def _bytes(array: Array) -> memoryview:
-    return array.reshape(-1).view(np.uint8).data

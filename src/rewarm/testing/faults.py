@@ -137,12 +137,13 @@ class FaultyDisk(Disk):
         self._meet("open")
         return super().open(path)
 
-    def write(self, fd: int, data: memoryview) -> int:
+    def write(self, fd: int, buffers: Sequence[memoryview]) -> int:
         """As the real disk, or a fault."""
         fault = self._meet("write")
         if fault is not None:
-            data = data[:1] if fault.action == "short" else data[: max(1, len(data) // 2)]
-        done = super().write(fd, data)
+            first = buffers[0]
+            buffers = [first[:1] if fault.action == "short" else first[: max(1, len(first) // 2)]]
+        done = super().write(fd, buffers)
         self.bytes_written += done
         if fault is not None and fault.after_write:
             raise OSError(fault.code, os.strerror(fault.code))
