@@ -15,7 +15,7 @@ from typing import Any
 import mlx.nn as nn
 from mlx_lm.models.cache import make_prompt_cache
 
-from rewarm.adapters.mlx import codec
+from rewarm.adapters.mlx import codec, self_test
 from rewarm.adapters.reports import explain
 from rewarm.cache.identity import Identity
 from rewarm.cache.namespace import Match
@@ -53,11 +53,11 @@ class DiskTier:
         model: makes the empty caches that a restored state is poured into.
 
     Raises:
-        UnsupportedCache: the model uses a cache class without a codec.
+        UnsupportedCache: the model uses a cache class without a codec, or fails the self-test.
     """
 
     def __init__(self, cache: PrefixCache, identity: Identity, model: nn.Module) -> None:
-        codec.check(make_prompt_cache(model))
+        self_test.run(model)
         self._space = cache.namespace(identity)
         self._model = model
         self._told: set[str] = set()
