@@ -1,6 +1,6 @@
 """How long a list of all entries takes: 100 to 10,000 conversations, which share system prompts.
 
-    python benchmarks/entries_growth.py [--json FILE]
+    python -m benchmarks.entries_growth [--json FILE]
 
 Rows and entries are entered straight into the index (no record files: a list reads none). Of each number of
 entries there are two roots: conversations of one block, and of eight. Prints the median of some lists.

@@ -1,6 +1,6 @@
 """How the cost of a look-up grows with what is stored: find, on an index of 1 thousand to 1 million rows.
 
-    python benchmarks/find_growth.py [--most 1000000] [--json FILE]
+    python -m benchmarks.find_growth [--most 1000000] [--json FILE]
 
 The rows are entered straight into the index (no record files: find reads none): half of them are siblings
 under one parent, as of many conversations that share a system prompt, the rest are chains of their own. In
@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import platform
 import random
 import statistics
 import tempfile
@@ -20,6 +19,7 @@ import time
 from pathlib import Path
 
 import rewarm
+from benchmarks.rounds import machine
 from rewarm.format.layouts import encode_layout
 from rewarm.state.chain import Chain, as_tokens, ordered, root_key
 from rewarm.testing.fake_engine import FakeEngine, pair
@@ -93,8 +93,7 @@ def main() -> None:
         line = ", ".join(f"{k[:-2]} {1e3 * v:.2f} ms ({v / first[k]:.2f}x)" for k, v in result.items())
         print(f"{n:>9,} rows: {line}")
     if arguments.json:
-        said = {"machine": platform.processor() or platform.machine(), "python": platform.python_version()}
-        arguments.json.write_text(json.dumps({**said, "median": results}, indent=2) + "\n")
+        arguments.json.write_text(json.dumps({"machine": machine(), "median": results}, indent=2) + "\n")
 
 
 if __name__ == "__main__":
