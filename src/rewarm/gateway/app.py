@@ -10,11 +10,14 @@ from fastapi.exceptions import RequestValidationError
 from starlette.responses import JSONResponse
 
 import rewarm
+from rewarm.gateway.cache_admin import CacheAdmin
 from rewarm.gateway.disk_cache import DiskCache
 from rewarm.gateway.guard import Guard
 from rewarm.gateway.models import Model, find_models
+from rewarm.gateway.place import with_chosen_place
 from rewarm.gateway.problems import Problem
 from rewarm.gateway.routes_api import api_routes
+from rewarm.gateway.routes_cache import cache_routes
 from rewarm.gateway.routes_openai import openai_routes
 from rewarm.gateway.settings import Settings
 from rewarm.gateway.workers import Workers
@@ -29,9 +32,11 @@ class Gateway:
     """
 
     def __init__(self, settings: Settings, models: list[Model] | None = None) -> None:
-        self.settings = settings
+        self.settings = settings = with_chosen_place(settings)
         self.workers = Workers(find_models(settings) if models is None else models, settings)
         self.disk_cache = DiskCache(settings)
+        self.workers.on_reply(self.disk_cache.replies.note)
+        self.cache_admin = CacheAdmin(settings, self.disk_cache, self.workers)
         self._closers: list[Callable[[], Awaitable[None]]] = []
 
     def before_close(self, closer: Callable[[], Awaitable[None]]) -> None:
@@ -42,6 +47,7 @@ class Gateway:
         """End what was put above the workers, then every worker; give the cache folder back."""
         for closer in self._closers:
             await closer()
+        await self.cache_admin.close()
         await self.workers.close()
         self.disk_cache.close()
 
@@ -67,7 +73,8 @@ def create_app(gateway: Gateway) -> FastAPI:
     )
     app.add_middleware(Guard, max_body_bytes=gateway.settings.max_body_bytes)
     app.include_router(openai_routes(gateway.workers, gateway.settings.max_body_bytes))
-    app.include_router(api_routes(gateway.workers, gateway.disk_cache))
+    app.include_router(cache_routes(gateway.cache_admin))
+    app.include_router(api_routes(gateway.workers))
 
     @app.exception_handler(Problem)
     async def tell_problem(_: Request, problem: Problem) -> JSONResponse:

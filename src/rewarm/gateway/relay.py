@@ -38,11 +38,12 @@ class Answer:
     """
 
     def __init__(
-        self, name: str, running: Running, response: httpx.Response, sent_at: float, *, is_usage_asked: bool
+        self, worker: Worker, running: Running, response: httpx.Response, sent_at: float, *, is_usage_asked: bool
     ) -> None:
         self.ttft_s: float | None = None
         self.report: dict[str, Any] | None = None
-        self._name = name
+        self._worker = worker
+        self._name = worker.model.name
         self._running = running
         self._response = response
         self._sent_at = sent_at
@@ -99,10 +100,11 @@ class Answer:
         self.note()
 
     def note(self) -> None:
-        """Log what the cache did."""
+        """Log what the cache did, and tell those who listen."""
         said = self.report
         if said is None:
             return
+        self._worker.note_reply(said, self.ttft_s)
         # An answer that is not streamed comes as a whole: nobody knows when its first token was there.
         took_s = time.monotonic() - self._sent_at
         log.info(
@@ -160,7 +162,7 @@ async def ask(worker: Worker, path: str, payload: Mapping[str, Any]) -> Answer:
             raise _lost(name, ended, error) from error
         if response.status_code != 200:
             raise await _refusal(name, running, response)
-        return Answer(name, running, response, sent_at, is_usage_asked=is_usage_asked)
+        return Answer(worker, running, response, sent_at, is_usage_asked=is_usage_asked)
     raise AssertionError("unreachable")
 
 

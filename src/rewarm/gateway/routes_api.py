@@ -8,7 +8,6 @@ from fastapi import APIRouter, Request, Response
 from pydantic import BaseModel
 
 from rewarm.errors import EngineError
-from rewarm.gateway.disk_cache import DiskCache
 from rewarm.gateway.problems import Problem, not_started
 from rewarm.gateway.routes_openai import METHODS
 from rewarm.gateway.worker import State, Worker
@@ -43,25 +42,7 @@ class ModelList(BaseModel):
     models: list[ModelReport]
 
 
-class CacheReport(BaseModel):
-    """The cache folder: where it is, its limits, its counters.
-
-    Attributes:
-        folder: where it is.
-        usable: whether it can be used; if not, replies are computed without it.
-        problem: why it cannot.
-        limits: `max_bytes`, `max_files`, `min_free_bytes`.
-        counters: see `PrefixCache.stats`.
-    """
-
-    folder: str
-    usable: bool
-    problem: str
-    limits: dict[str, int | None]
-    counters: dict[str, int | dict[str, int]]
-
-
-def api_routes(workers: Workers, disk_cache: DiskCache) -> APIRouter:
+def api_routes(workers: Workers) -> APIRouter:
     """The routes under `/api`."""
     router = APIRouter(prefix="/api", tags=["rewarm"])
 
@@ -86,11 +67,6 @@ def api_routes(workers: Workers, disk_cache: DiskCache) -> APIRouter:
         worker = workers.get(name)
         await worker.stop()
         return _report(worker)
-
-    @router.get("/stats")
-    def stats() -> CacheReport:
-        """The cache folder, its limits and its counters."""
-        return CacheReport(**disk_cache.report())
 
     @router.api_route("/{rest:path}", methods=METHODS, include_in_schema=False)
     async def others(request: Request, rest: str) -> Response:

@@ -15,7 +15,7 @@ import socket
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
@@ -27,6 +27,7 @@ from rewarm.gateway.child_process import Child
 from rewarm.gateway.models import Model
 
 T = TypeVar("T")
+ReplyListener = Callable[[str, Mapping[str, Any], float | None], None]
 
 SECRET_VARIABLE = "REWARM_WORKER_SECRET"  # noqa: S105
 HOST = "127.0.0.1"
@@ -121,10 +122,12 @@ class Worker:
     Args:
         model: what it loads.
         launch: how.
+        listeners: told of each reply: the model's name, the object `rewarm`, seconds to the first token.
     """
 
-    def __init__(self, model: Model, launch: Launch) -> None:
+    def __init__(self, model: Model, launch: Launch, listeners: Sequence[ReplyListener] = ()) -> None:
         self.model = model
+        self._listeners = listeners
         self.path: Path | None = None
         self._launch = launch
         self._status = Status(State.STOPPED)
@@ -171,6 +174,16 @@ class Worker:
             if not starting.cancelled() or (task is not None and task.cancelling()):
                 raise  # it is the one who waits that was cancelled
             raise EngineError(f"The model {self.model.name} was stopped while it was being loaded.") from None
+
+    def note_reply(self, report: Mapping[str, Any], ttft_s: float | None) -> None:
+        """A reply has ended: tell those who listen.
+
+        Args:
+            report: the worker's object `rewarm`.
+            ttft_s: seconds to the first token, of a stream; else None.
+        """
+        for listener in self._listeners:
+            listener(self.model.name, report, ttft_s)
 
     async def stop(self) -> None:
         """End the process, if there is one, and wait until it is gone; what it holds is written first."""

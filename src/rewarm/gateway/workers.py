@@ -10,7 +10,7 @@ from pathlib import Path
 from rewarm.gateway.models import Model
 from rewarm.gateway.problems import unknown_model
 from rewarm.gateway.settings import Settings
-from rewarm.gateway.worker import Launch, State, Worker
+from rewarm.gateway.worker import Launch, ReplyListener, State, Worker
 
 WORKER_COMMAND = (sys.executable, "-m", "rewarm", "mlx-lm")
 
@@ -30,7 +30,8 @@ class Workers:
             settings.start_timeout_s,
             settings.stop_timeout_s,
         )
-        self._workers = {model.name: Worker(model, self._launch) for model in models}
+        self._listeners: list[ReplyListener] = []
+        self._workers = {model.name: Worker(model, self._launch, self._listeners) for model in models}
 
     def __iter__(self) -> Iterator[Worker]:
         """The workers, in the order of the models."""
@@ -55,6 +56,10 @@ class Workers:
     def __contains__(self, name: str) -> bool:
         """Whether there is such a model."""
         return name in self._workers
+
+    def on_reply(self, listener: ReplyListener) -> None:
+        """Have `listener` told of each reply; see `Worker.note_reply`."""
+        self._listeners.append(listener)
 
     def use_folder(self, folder: Path | None) -> None:
         """Have workers that are started from now on use the cache folder `folder`; None: none at all."""

@@ -1,0 +1,31 @@
+"""What the Cache and Settings pages and their part of `/api` share: the folder, its entries, its place."""
+
+from __future__ import annotations
+
+from rewarm.gateway.disk_cache import DiskCache
+from rewarm.gateway.entry_list import EntryList
+from rewarm.gateway.relocation import Relocation
+from rewarm.gateway.settings import Settings
+from rewarm.gateway.titles import Titles
+from rewarm.gateway.workers import Workers
+
+
+class CacheAdmin:
+    """The cache of one gateway, as it is looked at and changed.
+
+    Attributes:
+        disk_cache: the folder.
+        entries: what is kept there, for lists.
+        relocation: changes of the folder.
+        workers: the models' workers.
+    """
+
+    def __init__(self, settings: Settings, disk_cache: DiskCache, workers: Workers) -> None:
+        self.disk_cache = disk_cache
+        self.workers = workers
+        self.entries = EntryList(disk_cache, Titles(settings.data_dir / "chats"))
+        self.relocation = Relocation(disk_cache, workers)
+
+    async def close(self) -> None:
+        """End a change of the folder that goes on."""
+        await self.relocation.close()

@@ -1,0 +1,136 @@
+"""A worker without a model, but with a real cache: a token is a word, the state is `FakeEngine`'s.
+
+Answers a stream with "You said: ...", restores and saves as a seam does, and takes `POST /rewarm/cache`, unless
+its model's name has "stubborn" in it: then it knows no such request.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import signal
+import threading
+import time
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+from blake3 import blake3
+
+import rewarm
+from rewarm.testing import FakeEngine
+
+SECRET = os.environ.get("REWARM_WORKER_SECRET", "")
+ENGINE = FakeEngine()
+
+
+def tokens_of(messages: list[dict[str, str]]) -> list[int]:
+    words = [word for message in messages for word in (f"<{message['role']}>", *message["content"].split())]
+    return [int.from_bytes(blake3(word.encode()).digest(4), "little") for word in words]
+
+
+class Worker(ThreadingHTTPServer):
+    daemon_threads = True
+
+    def __init__(self, port: int, name: str, folder: Path | None) -> None:
+        super().__init__(("127.0.0.1", port), Handler)
+        self.name = name
+        self.lock = threading.Lock()
+        self.cache: rewarm.PrefixCache | None = None
+        self.use(folder)
+
+    def use(self, folder: Path | None) -> int:
+        with self.lock:
+            left = self.cache.close().unwritten if self.cache else 0
+            self.cache = rewarm.open(folder) if folder else None
+            return left
+
+    def serve(self, messages: list[dict[str, str]], reply: str, label: str | None) -> dict[str, Any]:
+        tokens = tokens_of(messages)
+        report = {"cached_tokens": 0, "disk_tokens": 0, "memory_tokens": 0, "prompt_tokens": len(tokens)}
+        with self.lock:
+            if self.cache is None or self.cache.policy().paused:
+                return {
+                    **report,
+                    "reason": "disabled",
+                    "detail": "The disk cache is off.",
+                    "restore_s": 0,
+                    "saved_s": 0,
+                }
+            space = self.cache.namespace(rewarm.Identity({"fake": self.name}, name=self.name))
+            match = space.find(tokens)
+            n = space.restore(match).n_tokens
+            whole = tokens_of([*messages, {"role": "assistant", "content": reply}])
+            space.save(whole, ENGINE.state(whole), "assistant", label)
+            self.cache.flush()
+        counts = {"cached_tokens": n, "disk_tokens": n}
+        return {**report, **counts, "reason": match.reason, "detail": "", "restore_s": 0.01, "saved_s": n * 0.25}
+
+
+class Handler(BaseHTTPRequestHandler):
+    server: Worker
+
+    def do_GET(self) -> None:
+        self.answer(200, {"status": "ok"})
+
+    def do_POST(self) -> None:
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        if self.headers["Authorization"] != f"Bearer {SECRET}":
+            self.answer(401, {"error": {"message": "no"}})
+        elif self.path == "/rewarm/cache" and "stubborn" not in self.server.name:
+            left = self.server.use(Path(body["dir"]) if body["dir"] else None)
+            self.answer(200, {"dir": body["dir"], "unwritten": left})
+        elif self.path.startswith("/v1/"):
+            self.stream(body)
+        else:
+            self.answer(404, {"error": {"message": "unknown"}})
+
+    def stream(self, body: dict[str, Any]) -> None:
+        reply = f"You said: {body['messages'][-1]['content']}"
+        report = self.server.serve(body["messages"], reply, self.headers["X-Rewarm-Conversation"])
+        self.send_response(200)
+        self.send_header("Content-Type", "text/event-stream")
+        self.end_headers()
+        if not report["cached_tokens"]:
+            time.sleep(0.05)
+        self.event({"choices": [{"index": 0, "delta": {"content": reply}}]})
+        self.event({"choices": [{"index": 0, "delta": {}, "finish_reason": "stop"}]})
+        self.event({"choices": [], "usage": {"prompt_tokens": report["prompt_tokens"]}, "rewarm": report})
+        self.wfile.write(b"data: [DONE]\n\n")
+
+    def event(self, data: dict[str, Any]) -> None:
+        self.wfile.write(f"data: {json.dumps({'object': 'chat.completion.chunk', **data})}\n\n".encode())
+        self.wfile.flush()
+
+    def answer(self, status: int, body: dict[str, Any]) -> None:
+        raw = json.dumps(body).encode()
+        self.send_response(status)
+        self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Length", str(len(raw)))
+        self.end_headers()
+        self.wfile.write(raw)
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--model", type=Path)
+    parser.add_argument("--port", type=int)
+    parser.add_argument("--rewarm-dir", type=Path)
+    parser.add_argument("--rewarm-off", action="store_true")
+    options, _ = parser.parse_known_args()
+    server = Worker(options.port, options.model.name, options.rewarm_dir)
+
+    def end(*_: object) -> None:
+        server.use(None)
+        os._exit(0)
+
+    signal.signal(signal.SIGTERM, end)
+    server.serve_forever(poll_interval=0.05)
+
+
+if __name__ == "__main__":
+    main()
