@@ -59,11 +59,11 @@ class RotatingCodec:
         """A cache whose buffer lies as the saved one did."""
         size, keep, n = int(fresh.max_size), int(fresh.keep), given.n_tokens
         cache = type(fresh)(max_size=size, keep=keep)
+        rows = [given.window(name, size, keep) for name in ("keys", "values")]
         index = given.value(_TURN)
-        rows = min(n, size)
-        if index != rows and not (n > size and keep < index < size):
+        if index != min(n, size) and not (n > size and keep < index < size):
             raise UnsupportedCache(f"a ring of {size} rows that stands at {index} after {n} tokens")
-        cache.keys, cache.values = (_turned(given.window(name, size, keep), keep, index) for name in ("keys", "values"))
+        cache.keys, cache.values = (_turned(array, keep, index) for array in rows)
         cache.offset, cache._idx = n, index
         return cache
 
