@@ -1,6 +1,6 @@
 """States to records: cut the state of a sequence into blocks and a point, copying only what is not there.
 
-Pure but for the copies that it makes; it does not know queues or disks.
+Pure but for the copies that it makes, one piece of memory for each record; it does not know queues or disks.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from rewarm.cache.arena import ALIGNMENT, Arena
 from rewarm.format.record import Part
 from rewarm.state.chain import Chain, Key
 from rewarm.state.layout import Kind, Layout, TensorSpec
@@ -64,14 +65,15 @@ def keys_of(chain: Chain) -> list[Key]:
     return [*chain.blocks(), chain.point(len(chain.tokens))]
 
 
-def drafts(cut: Cut, present: Collection[Key], after: After | None, room: int | None) -> Drafts:
-    """The records of a state whose keys are not in `present`, as private copies.
+def drafts(cut: Cut, present: Collection[Key], after: After | None, room: int | None, arena: Arena | None) -> Drafts:
+    """The records of a state whose keys are not in `present`.
 
     Args:
         cut: the state.
         present: keys of records that are there.
         after: where window runs begin, if not at the window's edge.
-        room: bytes that may be copied, or None for all; the first record that does not fit ends the list.
+        room: bytes that may be held, or None for all; the first record that does not fit ends the list.
+        arena: where copies are made; None to copy nothing but what does not have the form of a record.
     """
     made: list[Draft] = []
     nbytes = n_left = 0
@@ -80,7 +82,7 @@ def drafts(cut: Cut, present: Collection[Key], after: After | None, room: int | 
             n_left += 1
             continue
         nbytes += size
-        made.append(_draft(cut, name, first, end, after))
+        made.append(_draft(cut, name, (first, end), after, arena))
     return Drafts(tuple(made), nbytes, n_left)
 
 
@@ -103,10 +105,19 @@ def _missing(cut: Cut, present: Collection[Key], after: After | None) -> Iterato
         yield RecordName(cut.fingerprint, point, is_point=True), n // size * size, n, row * (n % size) + others
 
 
-def _draft(cut: Cut, name: RecordName, first: int, end: int, after: After | None) -> Draft:
+def private(draft: Draft) -> Draft:
+    """`draft` with copies of its arrays."""
+    parts = tuple(replace(part, array=np.array(part.array, order="C", copy=True)) for part in draft.parts)
+    return replace(draft, parts=parts)
+
+
+def _draft(cut: Cut, name: RecordName, span: tuple[int, int], after: After | None, arena: Arena | None) -> Draft:
+    first, end = span
     parent = cut.chain.parent(first // cut.chain.block_tokens)
     specs = cut.layout.tensors if name.is_point else cut.layout.rows
-    parts = tuple(Part(spec, _piece(cut.state, spec, (first, end), after)) for spec in specs)
+    parts = tuple(Part(spec, _piece(cut.state, spec, span, after)) for spec in specs)
+    if arena is not None:
+        parts = _copied(parts, arena)
     tokens = tail_tokens(cut.chain, end) if name.is_point else cut.chain.tokens[first:end]
     if name.is_point and after is not None:
         return Draft(name, parent, first, tokens, parts, after.key, after.n)
@@ -114,17 +125,33 @@ def _draft(cut: Cut, name: RecordName, first: int, end: int, after: After | None
 
 
 def _piece(state: SequenceState, spec: TensorSpec, span: tuple[int, int], after: After | None) -> Array:
+    """What a record holds of a tensor: a view, unless it lies in two places."""
     array = state.tensors[spec.name].array
     lead = (slice(None),) * spec.axis
     if spec.kind is Kind.ROWS:
-        return _copy(array[(*lead, slice(*span))], spec)
-    if spec.kind is Kind.WINDOW and after is not None:
+        array = array[(*lead, slice(*span))]
+    elif spec.kind is Kind.WINDOW and after is not None:
         kept, _ = spec.window_span(state.n_tokens)
         run = _window_rows(spec, state.n_tokens, after) - kept
         rows = array.shape[spec.axis]
         pieces = [array[(*lead, slice(0, kept))], array[(*lead, slice(rows - run, rows))]]
-        return _copy(np.concatenate(pieces, axis=spec.axis), spec)
-    return _copy(array, spec)
+        array = np.concatenate(pieces, axis=spec.axis) if kept else pieces[1]
+    return array.astype(spec.storage, copy=False)
+
+
+def _copied(parts: tuple[Part, ...], arena: Arena) -> tuple[Part, ...]:
+    """`parts` as C-contiguous copies in one piece of memory: the engine goes on writing into its own arrays."""
+    places, nbytes = [], 0
+    for part in parts:
+        places.append(nbytes)
+        nbytes += -(-part.array.nbytes // ALIGNMENT) * ALIGNMENT
+    memory = arena.take(nbytes)
+    copies = []
+    for part, at in zip(parts, places, strict=True):
+        target = memory[at : at + part.array.nbytes].view(part.array.dtype).reshape(part.array.shape)
+        target[...] = part.array
+        copies.append(replace(part, array=target))
+    return tuple(copies)
 
 
 def _window_rows(spec: TensorSpec, n: int, after: After | None) -> int:
@@ -133,12 +160,7 @@ def _window_rows(spec: TensorSpec, n: int, after: After | None) -> int:
     return kept + n - max(start, after.n if after else 0)
 
 
-def _copy(array: Array, spec: TensorSpec) -> Array:
-    # A copy even where the array is contiguous: the engine goes on writing into its own.
-    return np.array(array, dtype=spec.storage, order="C", copy=True)
-
-
-def private(state: SequenceState) -> SequenceState:
+def unshared(state: SequenceState) -> SequenceState:
     """`state` with copies of its arrays."""
     tensors = {name: replace(tensor, array=np.array(tensor.array, copy=True)) for name, tensor in state.tensors.items()}
     return replace(state, tensors=tensors, meta=dict(state.meta))

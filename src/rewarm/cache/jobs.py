@@ -6,6 +6,7 @@ import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
+from rewarm.cache.drafts import private
 from rewarm.state.chain import Key
 from rewarm.state.reason import Boundary, Dropped
 from rewarm.store.files import RecordName
@@ -29,13 +30,14 @@ class SaveReport:
         reason: why it was dropped, wholly or in part, or None.
     """
 
-    def __init__(self, n_tokens: int, nbytes: int = 0, reason: Dropped | None = None) -> None:
+    def __init__(self, n_tokens: int, nbytes: int = 0, reason: Dropped | None = None, *, waits: bool = False) -> None:
         self.n_tokens = n_tokens
         self.nbytes = nbytes
         self.reason = reason
         self.queued = reason is None
         self._done = threading.Event()
-        if reason is not None:
+        # Of what the queue cannot hold as a whole, a part may wait.
+        if reason is not None and not waits:
             self._done.set()
 
     @property
@@ -63,6 +65,7 @@ class Job:
         nbytes: what it holds in memory.
         report: for the caller.
         save: what waits, where it is known already which records that is.
+        given: its arrays are the caller's own, left alone until the report is settled.
         absorbed: points of earlier saves that this one makes superfluous, if it is written.
         forgotten: what was forgotten while it waited.
     """
@@ -71,6 +74,7 @@ class Job:
     nbytes: int
     report: SaveReport
     save: Save | None = None
+    given: bool = False
     absorbed: list[Save] = field(default_factory=list)
     forgotten: Forgotten = field(default_factory=Forgotten)
 
@@ -85,6 +89,9 @@ class Job:
         points = tuple(draft for draft in other.save.drafts if draft.name.is_point)
         if points:
             nbytes = sum(draft.nbytes for draft in points)
+            if other.given:
+                # The other save is done, and its arrays used for something else, before this one is written.
+                points = tuple(private(draft) for draft in points)
             self.absorbed.append(replace(other.save, drafts=points))
             other.save = replace(other.save, drafts=other.save.drafts[: len(other.save.drafts) - len(points)])
             other.nbytes -= nbytes

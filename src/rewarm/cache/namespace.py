@@ -275,7 +275,8 @@ class Namespace:
             state: its arrays are copied; nothing of them is kept.
             boundary: what ends there: `system`, `user`, `assistant` or `prefill`.
             label: a name for the entry.
-            give: the caller leaves the arrays alone until `report.done`; copied all the same for now.
+            give: the caller leaves the arrays alone until `report.done`, and nothing is copied that has the form of
+                a record already.
 
         Raises:
             ValueError: tokens and state do not fit each other, the boundary is not one, or label or meta hold
@@ -296,7 +297,7 @@ class Namespace:
         if reason is not None:
             self._stats.dropped(reason)
             return SaveReport(state.n_tokens, reason=reason)
-        return self._saver.save(own, state, layout, Ending(boundary, label))
+        return self._saver.save(own, state, layout, Ending(boundary, label, given=give))
 
 
 def _nothing(reason: Reason) -> SequenceState:

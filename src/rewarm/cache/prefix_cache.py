@@ -22,6 +22,7 @@ import msgspec
 import platformdirs
 
 from rewarm.cache import stats as counting
+from rewarm.cache.arena import Arena
 from rewarm.cache.explain import Explanation, explain
 from rewarm.cache.identity import Identity
 from rewarm.cache.memory import queue_limit
@@ -63,7 +64,8 @@ class PrefixCache:
     def __init__(self, store: Store, clock: Callable[[], float]) -> None:
         self.store = store
         self._stats = Stats()
-        self._writer = Writer(store, self._stats, queue_limit(), clock)
+        self._arena = Arena()
+        self._writer = Writer(store, self._stats, queue_limit(), clock, self._arena)
         self._clock = clock
         self._pool = ReadPool()
         self._closed = False
@@ -87,7 +89,7 @@ class PrefixCache:
             identity: of the model; its fingerprint may still be pending.
             tenant: part of every key, never written.
         """
-        shared = Shared(self.store, self._stats, self._writer, self._clock, self._pool)
+        shared = Shared(self.store, self._stats, self._writer, self._clock, self._pool, self._arena)
         return Namespace(shared, identity, tenant or b"")
 
     def flush(self, timeout: float | None = 30.0, *, durable: bool = False) -> bool:

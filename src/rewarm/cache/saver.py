@@ -10,8 +10,9 @@ import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from rewarm.cache.arena import Arena
 from rewarm.cache.description import describe
-from rewarm.cache.drafts import After, Cut, drafts, keys_of, private
+from rewarm.cache.drafts import After, Cut, drafts, keys_of, unshared
 from rewarm.cache.identity import Identity
 from rewarm.cache.jobs import Job, SaveReport
 from rewarm.cache.reading import ReadPool
@@ -40,14 +41,22 @@ class Shared:
     writer: Writer
     clock: Callable[[], float]
     pool: ReadPool
+    arena: Arena
 
 
 @dataclass(frozen=True, slots=True)
 class Ending:
-    """What ends at a saved state, and the name of its entry."""
+    """What ends at a saved state, and how it was handed in.
+
+    Attributes:
+        boundary: what ends there.
+        label: the entry's name, or None.
+        given: the caller leaves the arrays alone until the save is done.
+    """
 
     boundary: Boundary
     label: str | None
+    given: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,14 +98,16 @@ class Saver:
         cut = Cut(state, layout, chain, fingerprint)
         stored = self._stored(cut)
         present = stored.keys | self._shared.writer.pending_keys()
-        made = drafts(cut, present, stored.after, self._shared.writer.free_bytes)
+        arena = None if ending.given else self._shared.arena
+        made = drafts(cut, present, stored.after, self._shared.writer.free_bytes, arena)
         save = self._as_save(cut, ending, made.drafts, stored)
-        report = SaveReport(len(own), made.nbytes, Dropped.QUEUE_FULL if made.n_left else None)
+        dropped = Dropped.QUEUE_FULL if made.n_left else None
+        report = SaveReport(len(own), made.nbytes, dropped, waits=bool(made.drafts))
         if made.n_left:
             self._shared.stats.dropped(Dropped.QUEUE_FULL)
             if not made.drafts:
                 return report
-        self._shared.writer.put(Job(self._ready, made.nbytes, report, save))
+        self._shared.writer.put(Job(self._ready, made.nbytes, report, save, given=ending.given))
         return report
 
     def _save_later(self, own: Tokens, state: SequenceState, layout: Layout, ending: Ending) -> SaveReport:
@@ -105,7 +116,7 @@ class Saver:
         if nbytes > self._shared.writer.free_bytes:
             self._shared.stats.dropped(Dropped.QUEUE_FULL)
             return SaveReport(len(own), 0, Dropped.QUEUE_FULL)
-        held = private(state)
+        held = state if ending.given else unshared(state)
         report = SaveReport(len(own), nbytes)
 
         def prepare(_: Save | None) -> Save | None:
@@ -116,10 +127,10 @@ class Saver:
                 return None
             cut = Cut(held, layout, self._chain_of(fingerprint, layout, own), fingerprint)
             stored = self._stored(cut)
-            made = drafts(cut, stored.keys, stored.after, None)
+            made = drafts(cut, stored.keys, stored.after, None, None)
             return self._ready(self._as_save(cut, ending, made.drafts, stored))
 
-        self._shared.writer.put(Job(prepare, nbytes, report))
+        self._shared.writer.put(Job(prepare, nbytes, report, given=ending.given))
         return report
 
     def _stored(self, cut: Cut) -> _Stored:

@@ -14,6 +14,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 
 from rewarm.cache.admission import admit
+from rewarm.cache.arena import Arena
 from rewarm.cache.expiry import Expiry
 from rewarm.cache.jobs import Job, Notes
 from rewarm.cache.policy import Policy, read_policy
@@ -44,9 +45,11 @@ class Writer:
         stats: what to count in.
         max_bytes: that waiting saves may take.
         clock: seconds since 1970.
+        arena: the memory of waiting saves; trimmed when there are none.
     """
 
-    def __init__(self, store: Store, stats: Stats, max_bytes: int, clock: Callable[[], float]) -> None:
+    def __init__(self, store: Store, stats: Stats, max_bytes: int, clock: Callable[[], float], arena: Arena) -> None:
+        self._arena = arena
         self._store = store
         self._stats = stats
         self._max_bytes = max_bytes
@@ -254,7 +257,9 @@ class Writer:
             left = [*self._queue, *([self._current] if self._current else [])]
             self._queue.clear()
         for job in left:
-            job.report.settle(Dropped.CLOSED)
+            # What is being written may still be read from the caller's own arrays: it is done when it is done.
+            if not (job.given and job is self._current):
+                job.report.settle(Dropped.CLOSED)
         return len(left)
 
     def when_ended(self, callback: Callable[[], None]) -> None:
@@ -273,6 +278,7 @@ class Writer:
                 if not self._changed.wait_for(self._due, NOTE_INTERVAL_S):
                     self._queue.extend(self._held)
                     self._held.clear()
+                    self._arena.trim()
                 job = self._queue.popleft() if self._queue else None
                 self._current = job
                 stop = self._closing and job is None

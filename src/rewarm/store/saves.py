@@ -21,7 +21,7 @@ class Draft:
         parent: the key before it.
         first: position of the first of `tokens`.
         tokens: its own tokens.
-        parts: its tensors, private copies.
+        parts: its tensors; left alone until they are written.
         after: of a point: the earlier point behind which its window runs begin.
         after_n: where that point ends.
     """
