@@ -64,9 +64,9 @@ def bundled_gguf() -> Path:
     with needs("llama"):
         if importlib.util.find_spec("xllamacpp") is None:
             raise ModuleNotFoundError(name="xllamacpp")
-    from rewarm.adapters.mlx.bundled import find_gguf
+    from rewarm.adapters.llama import bundled
 
-    return find_gguf()
+    return bundled.path()
 
 
 def tokenizer_of(path: Path) -> Any:

