@@ -12,7 +12,7 @@ import mlx.core as mx
 import numpy as np
 import numpy.typing as npt
 from mlx_lm.generate import maybe_quantize_kv_cache
-from mlx_lm.models.cache import ConcatenateKVCache, RotatingKVCache, make_prompt_cache
+from mlx_lm.models.cache import CacheList, ConcatenateKVCache, RotatingKVCache, make_prompt_cache
 from tiny_models import tiny, tiny_llama
 
 import rewarm
@@ -155,3 +155,14 @@ def apart(left: Logits, right: Logits) -> float:
 def copied(caches: list[Any]) -> list[Any]:
     """Caches of their own, as mlx-lm copies them."""
     return copy.deepcopy(caches)
+
+
+def cut(caches: Sequence[Any], n: int) -> None:
+    """Cut live caches as mlx-lm does; where it forgets to let go of the rows, they go here."""
+    for one in caches:
+        if isinstance(one, CacheList):
+            cut(one.caches, n)
+            continue
+        one.trim(one.offset - n)
+        if isinstance(one, ConcatenateKVCache):
+            one.keys, one.values = one.keys[:, :, :n], one.values[:, :, :n]

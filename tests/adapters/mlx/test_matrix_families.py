@@ -8,14 +8,12 @@ run is held against what cold runs on different plans differ by.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 from families import FAMILIES
-from matrix import BLOCK, CHUNK, TOKENS, Runner, Shelf, apart, copied, one_by_one, runner, same, shelves, spans
-from mlx_lm.models.cache import CacheList, ConcatenateKVCache
+from matrix import BLOCK, CHUNK, TOKENS, Runner, Shelf, apart, copied, cut, one_by_one, runner, same, shelves, spans
 
 from rewarm.testing.conformance import difference
 
@@ -128,17 +126,6 @@ def diverging(
     spread = max(apart(a, b) for a in cold for b in cold)
     nearest = min(apart(warm[-1], one) for one in cold)
     assert nearest <= spread, f"{nearest} apart after {n}, cold runs {spread}"
-
-
-def cut(caches: Sequence[Any], n: int) -> None:
-    """Cut live caches as mlx-lm does; where it forgets to let go of the rows, they go here."""
-    for one in caches:
-        if isinstance(one, CacheList):
-            cut(one.caches, n)
-            continue
-        one.trim(one.offset - n)
-        if isinstance(one, ConcatenateKVCache):
-            one.keys, one.values = one.keys[:, :, :n], one.values[:, :, :n]
 
 
 def digests(root: Path) -> dict[str, str]:
