@@ -20,6 +20,7 @@ from rewarm.gateway.routes_api import api_routes
 from rewarm.gateway.routes_cache import cache_routes
 from rewarm.gateway.routes_openai import openai_routes
 from rewarm.gateway.settings import Settings
+from rewarm.gateway.titles import Titles
 from rewarm.gateway.workers import Workers
 
 
@@ -36,7 +37,7 @@ class Gateway:
         self.workers = Workers(find_models(settings) if models is None else models, settings)
         self.disk_cache = DiskCache(settings)
         self.workers.on_reply(self.disk_cache.replies.note)
-        self.cache_admin = CacheAdmin(settings, self.disk_cache, self.workers)
+        self.cache_admin = CacheAdmin(self.disk_cache, self.workers, Titles(settings.data_dir / "chats"))
         self._closers: list[Callable[[], Awaitable[None]]] = []
 
     def before_close(self, closer: Callable[[], Awaitable[None]]) -> None:

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
+
 from rewarm.gateway.disk_cache import DiskCache
 from rewarm.gateway.entry_list import EntryList
 from rewarm.gateway.relocation import Relocation
-from rewarm.gateway.settings import Settings
-from rewarm.gateway.titles import Titles
 from rewarm.gateway.workers import Workers
 
 
 class CacheAdmin:
     """The cache of one gateway, as it is looked at and changed.
+
+    Args:
+        disk_cache: the folder.
+        workers: the models' workers.
+        titles: the titles of conversations, by id.
 
     Attributes:
         disk_cache: the folder.
@@ -20,10 +25,10 @@ class CacheAdmin:
         workers: the models' workers.
     """
 
-    def __init__(self, settings: Settings, disk_cache: DiskCache, workers: Workers) -> None:
+    def __init__(self, disk_cache: DiskCache, workers: Workers, titles: Callable[[], Mapping[str, str]]) -> None:
         self.disk_cache = disk_cache
         self.workers = workers
-        self.entries = EntryList(disk_cache, Titles(settings.data_dir / "chats"))
+        self.entries = EntryList(disk_cache, titles)
         self.relocation = Relocation(disk_cache, workers)
 
     async def close(self) -> None:
