@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from rewarm.cache.prefix_cache import open_cache
 from rewarm.state.reason import Dropped, Reason
 from rewarm.store.settings import Limits
 from rewarm.testing.driver import ROOMY, Driver, holes, on_disk
@@ -332,3 +333,36 @@ def test_limits_of_an_existing_root_stay_as_they_are(tmp_path: Path) -> None:
     assert other.cache.settings().limits.max_files == 9
     assert other.cache.block_tokens == 4
     other.close()
+
+
+@pytest.mark.parametrize("value", [-1, 2**63, 2**70, 1.5, True, "1", float("nan")])
+@pytest.mark.parametrize("name", ["max_bytes", "max_files", "min_free_bytes"])
+def test_limits_out_of_range_are_refused_everywhere(tmp_path: Path, name: str, value: object) -> None:
+    limits = Limits(**{name: value})  # type: ignore[arg-type]
+    said = f"{name} must be a whole number from 0 to"
+    with pytest.raises(ValueError, match=said):
+        open_cache(tmp_path / "new", limits)
+    assert not (tmp_path / "new").exists()
+    driver = Driver(tmp_path / "kv")
+    before = (driver.root / "store.json").read_bytes()
+    with pytest.raises(ValueError, match=said):
+        driver.cache.set_limits(limits)
+    assert (driver.root / "store.json").read_bytes() == before
+    driver.cache.set_limits(Limits(**{name: 2**63 - 1}))  # type: ignore[arg-type]
+    driver.close()
+
+
+def test_a_limit_that_leaves_no_room_is_said_at_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    driver = Driver(tmp_path / "kv", lossy=True)
+    assert driver.cache.store.cautions() == []
+    assert caplog.text == ""
+    driver.cache.set_limits(Limits(max_bytes=10_000))
+    assert "leaves no room for any record" in caplog.text
+    caplog.clear()
+    driver.reopen()
+    assert "leaves no room for any record" in caplog.text
+    driver.cache.set_limits(Limits(max_bytes=2**40, max_files=0))
+    assert ["files" in said for said in driver.cache.store.cautions()] == [True]
+    driver.cache.set_limits(Limits(max_files=9, min_free_bytes=2**62))
+    assert ["stay free" in said for said in driver.cache.store.cautions()] == [True]
+    driver.close()

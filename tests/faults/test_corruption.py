@@ -271,3 +271,23 @@ def test_records_that_became_pipes_or_links_hold_nobody_up(driver: Driver, tmp_p
         path.symlink_to(target) if i % 2 else os.mkfifo(path)
     assert set(restored(driver)) == {0}
     driver.flush()
+
+
+def test_b069_a_record_that_is_a_link_is_set_aside_with_a_reason(tmp_path: Path) -> None:
+    driver = Driver(tmp_path / "kv", lossy=True)
+    driver.save(range(11))
+    driver.flush()
+    for path in on_disk(driver.root).records:
+        outside = tmp_path / path.name
+        path.rename(outside)
+        path.symlink_to(outside)
+    state = driver.namespace().restore(driver.namespace().find(range(12)))
+    assert (state.n_tokens, state.reason) == (0, Reason.CORRUPT)
+    for _ in range(3):  # one is met at each restore, and written again by the save
+        driver.flush()
+        driver.save(range(11))
+        driver.flush()
+        state = driver.restore(range(12))
+    assert state.n_tokens == 11
+    assert len(list(tmp_path.glob("*.block"))) == 2  # what the links led to is nobody's business
+    driver.close()

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import random
+import shutil
 import sqlite3
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
+from rewarm.errors import RootError
 from rewarm.state.reason import Dropped, Reason
 from rewarm.store import rebuild as rebuilding
 from rewarm.store import root as opening
@@ -73,18 +78,77 @@ def test_an_index_that_may_not_grow_drops_saves_and_serves_what_is_there(driver:
     assert driver.cache.verify().is_clean
 
 
-@pytest.mark.skipif(not hasattr(os, "geteuid") or os.geteuid() == 0, reason="the superuser may write everywhere")
-def test_an_index_that_is_read_only_serves_what_is_there(driver: Driver) -> None:
-    driver.close()
-    path = driver.root / "index.db"
-    path.chmod(0o400)
+def test_an_index_on_a_small_file_system_of_its_own(tmp_path: Path) -> None:
+    """The index alone fills a file system in memory: saves are dropped, what is there is served, then all goes on."""
+    if not _can_mount(tmp_path):
+        pytest.skip("needs the right to mount a file system; the test above limits the index by its pages")
+    small = tmp_path / "small"
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=3m", "tmpfs", str(small)], check=True)
     try:
-        with pytest.raises(Exception, match="index"):
-            driver.open()
+        driver = Driver(small / "kv", lossy=True)
+        driver.save(range(11))
+        driver.flush()
+        filler = small / "filler"
+        with contextlib.suppress(OSError), filler.open("wb", buffering=0) as file:
+            while True:
+                file.write(bytes(4096))
+        dropped = {driver_drops(driver, first) for first in range(1000, 1020)}
+        assert dropped <= {Dropped.UNAVAILABLE, Dropped.NO_SPACE}
+        assert driver.restore(range(12)).n_tokens == 11
+        filler.unlink()
+        eventually(lambda: again(driver, 500_000) == 9)
+        driver.reopen()
+        assert driver.cache.verify().is_clean
+        driver.close()
     finally:
-        path.chmod(0o600)
-    driver.open()
-    assert driver.restore(range(12)).n_tokens == 11
+        subprocess.run(["umount", str(small)], check=True)
+
+
+def driver_drops(driver: Driver, first: int) -> Dropped | None:
+    """What becomes of a save."""
+    report = driver.save(range(first * 100, first * 100 + 41))
+    assert report.wait(20)
+    return report.reason
+
+
+def _can_mount(folder: Path) -> bool:
+    """Whether a file system in memory can be mounted here; it is tried."""
+    (folder / "small").mkdir()
+    if sys.platform != "linux" or os.geteuid() != 0 or shutil.which("mount") is None:
+        return False
+    tried = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(folder / "small")])
+    return tried.returncode == 0 and subprocess.run(["umount", str(folder / "small")]).returncode == 0
+
+
+@pytest.mark.parametrize("kind", ["folder", "link", "pipe"])
+def test_something_else_under_the_indexs_name_is_said_and_left_alone(driver: Driver, kind: str, tmp_path: Path) -> None:
+    """Also while it is open; when it has gone, everything goes on by itself."""
+    for name in ("index.db", "index.db-wal", "index.db-shm"):
+        (driver.root / name).unlink(missing_ok=True)
+    path = driver.root / "index.db"
+    if kind == "folder":
+        path.mkdir()
+    elif kind == "link":
+        (tmp_path / "elsewhere.db").write_bytes(b"")
+        path.symlink_to(tmp_path / "elsewhere.db")
+    else:
+        os.mkfifo(path)
+    assert driver_drops(driver, 3) is Dropped.UNAVAILABLE
+    match = driver.namespace().find(range(12))
+    assert (match.n_tokens, match.reason) == (0, Reason.UNAVAILABLE)
+    assert "index.db is no plain file" in str(match.detail["error"])
+    assert ".." not in str(match.detail["error"])
+    with pytest.raises(RootError, match="is no plain file"):
+        Driver(driver.root, lossy=True)
+    assert os.path.lexists(path)
+    if kind == "folder":
+        path.rmdir()
+    else:
+        path.unlink()
+    eventually(lambda: driver.namespace().find(range(12)).n_tokens == 11)
+    assert again(driver, 300) == 9
+    if kind == "link":
+        assert (tmp_path / "elsewhere.db").read_bytes() == b""
 
 
 def test_an_index_that_is_deleted_while_open_is_built_anew(driver: Driver) -> None:

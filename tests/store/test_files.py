@@ -15,6 +15,7 @@ from rewarm.errors import DamagedRecord, NewerFormat
 from rewarm.format.record import Encoded, Header, Part, encode
 from rewarm.state.chain import Chain, as_tokens, root_key
 from rewarm.state.layout import Kind, Layout, TensorSpec
+from rewarm.store.disk import patiently
 from rewarm.store.files import Files, RecordName
 from rewarm.testing.faults import Fault, FaultyDisk
 
@@ -178,7 +179,7 @@ def test_b069_symbolic_links_are_not_followed(files: Files, tmp_path: Path) -> N
     elsewhere = tmp_path / "elsewhere"
     path.rename(elsewhere)
     path.symlink_to(elsewhere)
-    with pytest.raises((OSError, DamagedRecord)):
+    with pytest.raises(DamagedRecord, match="symbolic link"):
         files.read(NAME)
     assert list(files.records()) == []
 
@@ -199,6 +200,25 @@ def test_b069_folders_that_are_links_are_not_followed(files: Files, tmp_path: Pa
         with pytest.raises(OSError):
             fresh.publish(other, encoded)
     assert everything(outside)
+
+
+def test_a_file_that_another_process_has_open_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On Windows, which lets nobody replace it then."""
+    refusals = iter([PermissionError(), PermissionError()])
+
+    def operation() -> str:
+        for error in refusals:
+            raise error
+        return "done"
+
+    with pytest.raises(PermissionError):
+        patiently(operation)
+    monkeypatch.setattr("rewarm.store.disk.SHARES_FILES", False)
+    assert patiently(operation) == "done"
+    monkeypatch.setattr("rewarm.store.disk.SHARING_WAIT_S", 0.05)
+    endless = iter(PermissionError, None)
+    with pytest.raises(PermissionError):
+        patiently(lambda: (_ for _ in ()).throw(next(endless)))
 
 
 @pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="no named pipes here")

@@ -37,12 +37,15 @@ class Connection:
 
     def __init__(self, path: Path, busy_timeout_s: float) -> None:
         self.path = path
+        self.why_closed = "the index is closed"
         self._lock = threading.RLock()
         self._deadline = float("inf")
+        if os.path.lexists(path) and not (path.is_file() and not path.is_symlink()):
+            raise IndexFault(f"{path.name} is no plain file: move away what is there")
         with contextlib.suppress(OSError):
             # Before SQLite makes it: log and shared memory take over the file's mode, and hold token ids too.
             os.close(os.open(path, os.O_RDWR | os.O_CREAT, 0o600))
-        with _faults():
+        with self._faults():
             self._db = sqlite3.connect(path, timeout=busy_timeout_s, isolation_level=None, check_same_thread=False)
         try:
             self._open()
@@ -51,7 +54,7 @@ class Connection:
             raise
 
     def _open(self) -> None:
-        with _faults():
+        with self._faults():
             for pragma in (f"page_size = {PAGE_NBYTES}", "journal_mode = WAL", "synchronous = NORMAL"):
                 self._db.execute(f"PRAGMA {pragma}")
             for pragma in (
@@ -79,7 +82,7 @@ class Connection:
 
     def close(self) -> None:
         """Close the connection; an unfinished transaction is rolled back."""
-        with self._lock, _faults():
+        with self._lock, self._faults():
             self._db.close()
 
     @contextlib.contextmanager
@@ -119,22 +122,22 @@ class Connection:
 
     def execute(self, sql: str, values: Sequence[Any] = ()) -> sqlite3.Cursor:
         """Run one statement."""
-        with self._lock, _faults():
+        with self._lock, self._faults():
             return self._db.execute(sql, values)
 
     def rows(self, sql: str, values: Sequence[Any] = ()) -> list[Any]:
         """All rows of one query."""
-        with self._lock, _faults():
+        with self._lock, self._faults():
             return self._db.execute(sql, values).fetchall()
 
     def each(self, sql: str) -> Iterator[Any]:
         """The rows of one query, as they come; the connection is held meanwhile."""
-        with self._lock, _faults():
+        with self._lock, self._faults():
             yield from self._db.execute(sql)
 
     def one(self, sql: str, values: Sequence[Any] = ()) -> Any:
         """The first row of one query, or None."""
-        with self._lock, _faults():
+        with self._lock, self._faults():
             return self._db.execute(sql, values).fetchone()
 
     def version(self) -> int:
@@ -148,7 +151,7 @@ class Connection:
             OSError: there is a file already, or it cannot be made.
         """
         os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600))
-        with self._lock, _faults(), contextlib.closing(sqlite3.connect(path)) as target:
+        with self._lock, self._faults(), contextlib.closing(sqlite3.connect(path)) as target:
             self._db.backup(target)
 
     def erase_log(self) -> bool:
@@ -156,16 +159,18 @@ class Connection:
         busy = self.one("PRAGMA wal_checkpoint(TRUNCATE)")
         return busy is not None and not busy[0]
 
-
-@contextlib.contextmanager
-def _faults() -> Iterator[None]:
-    """Turn SQLite's errors into ours, which say whether a rebuild is needed."""
-    try:
-        yield
-    except sqlite3.Error as error:
-        code = getattr(error, "sqlite_errorname", "") or ""
-        passing = any(code.startswith(name) for name in _PASSING)
-        broken = code.startswith(("SQLITE_CORRUPT", "SQLITE_NOTADB")) or (
-            isinstance(error, sqlite3.DatabaseError) and not passing and code in ("SQLITE_ERROR", "SQLITE_SCHEMA")
-        )
-        raise IndexFault(f"the index cannot be used now: {error}", broken=broken) from None
+    @contextlib.contextmanager
+    def _faults(self) -> Iterator[None]:
+        """Turn SQLite's errors into ours, which say whether a rebuild is needed."""
+        try:
+            yield
+        except sqlite3.ProgrammingError as error:
+            closed = "closed" in str(error)
+            raise IndexFault(self.why_closed if closed else f"the index cannot be used now: {error}") from None
+        except sqlite3.Error as error:
+            code = getattr(error, "sqlite_errorname", "") or ""
+            passing = any(code.startswith(name) for name in _PASSING)
+            broken = code.startswith(("SQLITE_CORRUPT", "SQLITE_NOTADB")) or (
+                isinstance(error, sqlite3.DatabaseError) and not passing and code in ("SQLITE_ERROR", "SQLITE_SCHEMA")
+            )
+            raise IndexFault(f"the index cannot be used now: {error}", broken=broken) from None

@@ -7,11 +7,13 @@ whatever can fail on a disk goes through it.
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import shutil
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 try:
     import fcntl as _fcntl
@@ -32,6 +34,27 @@ _CLOEXEC = getattr(os, "O_CLOEXEC", 0)
 _NONBLOCK = getattr(os, "O_NONBLOCK", 0)
 
 
+SHARING_WAIT_S = 1.0
+"""How long a file that somebody else has open is waited for, where the system lets nobody replace or read it then."""
+
+SHARES_FILES = os.name != "nt"
+"""Whether a file can be replaced while others have it open."""
+
+T = TypeVar("T")
+
+
+def patiently(operation: Callable[[], T]) -> T:
+    """Do `operation`; on Windows again, for a second, while another process has the file open."""
+    end = time.monotonic() + SHARING_WAIT_S
+    while True:
+        try:
+            return operation()
+        except PermissionError:
+            if SHARES_FILES or time.monotonic() > end:
+                raise
+            time.sleep(0.01)
+
+
 class Disk:
     """The real disk. Every method raises `OSError` as the system does."""
 
@@ -40,7 +63,9 @@ class Disk:
         return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | _BINARY | _NOFOLLOW | _CLOEXEC, 0o600)
 
     def open(self, path: Path) -> int:
-        """Open a file for reading; a symbolic link is refused, and a named pipe is not waited for."""
+        """Open a file for reading; a symbolic link is refused (ELOOP), and a named pipe is not waited for."""
+        if not _NOFOLLOW and path.is_symlink():
+            raise OSError(errno.ELOOP, os.strerror(errno.ELOOP), str(path))
         return os.open(path, os.O_RDONLY | _BINARY | _NOFOLLOW | _CLOEXEC | _NONBLOCK)
 
     def write(self, fd: int, buffers: Sequence[memoryview]) -> int:
@@ -97,7 +122,7 @@ class Disk:
 
     def rename(self, source: Path, target: Path) -> None:
         """Move a file over whatever has the name `target`."""
-        source.replace(target)
+        patiently(lambda: source.replace(target))
 
     def link(self, source: Path, target: Path) -> None:
         """Give a file a second name, unless the name is taken; a plain move where there are no links."""

@@ -8,6 +8,7 @@ not know the index, limits or what records mean to each other.
 from __future__ import annotations
 
 import contextlib
+import errno
 import itertools
 import os
 import re
@@ -177,7 +178,12 @@ class Files:
         path = self.path(name)
         if path.parent.is_symlink() or path.parent.parent.is_symlink():
             raise DamagedRecord(f"the folder of {name.file_name} is a symbolic link")
-        fd = self.disk.open(path)
+        try:
+            fd = self.disk.open(path)
+        except OSError as error:
+            if error.errno == errno.ELOOP:
+                raise DamagedRecord(f"{name.file_name} is a symbolic link") from None
+            raise
         try:
             status = self.disk.stat(fd)
             if not stat.S_ISREG(status.st_mode):

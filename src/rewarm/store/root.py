@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
 import shutil
 import threading
 import time
@@ -18,7 +19,7 @@ import msgspec
 
 from rewarm.errors import IndexFault, RootError, SettingsError
 from rewarm.store.commit import Committer
-from rewarm.store.disk import Disk
+from rewarm.store.disk import Disk, patiently
 from rewarm.store.entries import Entries
 from rewarm.store.files import Files
 from rewarm.store.index import Index
@@ -190,7 +191,8 @@ class Root:
                 return
             if not self._is_in_place():
                 raise IndexFault(f"the cache folder {self.folder} is not there now")
-            log.warning("%s was changed from outside; it is opened anew", self.folder)
+            if not self._detached:
+                log.warning("%s was changed from outside; it is opened anew", self.folder)
             self._reattach()
 
     def renew_index(self) -> None:
@@ -217,7 +219,10 @@ class Root:
             self.lock.release()
             self._attach(settings)
         except (OSError, RootError) as error:
-            raise IndexFault(f"the cache folder {self.folder} cannot be opened anew: {error}") from None
+            fault = IndexFault(f"the cache folder {self.folder} cannot be opened anew: {str(error).rstrip('.')}")
+            for index in (self.reader, self.index):
+                index.why_closed = str(fault)
+            raise fault from None
 
     def _is_in_place(self) -> bool:
         """Whether the folder, or the one above it, is on the disk that it was opened on."""
@@ -266,6 +271,21 @@ class Root:
         return settings
 
 
+def make_private(folder: Path) -> None:
+    """Take a root that others may look into from them; a folder that holds other things already is left as it is.
+
+    Raises:
+        OSError: it cannot be looked at or changed.
+    """
+    status = folder.stat()
+    if not hasattr(os, "geteuid") or status.st_uid != os.geteuid() or not status.st_mode & 0o077:
+        return
+    if (folder / "store.json").exists() or not any(folder.iterdir()):
+        folder.chmod(0o700)
+    else:
+        log.warning("%s holds other files, and others can read its list of names: it is left as it is", folder)
+
+
 def _file_id(path: Path) -> tuple[int, int] | None:
     try:
         status = path.stat()
@@ -277,7 +297,7 @@ def _file_id(path: Path) -> tuple[int, int] | None:
 def _read_settings(folder: Path) -> Settings:
     path = folder / "store.json"
     try:
-        return Settings.decode(path.read_bytes(), path)
+        return Settings.decode(patiently(path.read_bytes), path)
     except OSError as error:
         raise SettingsError(f"{path} cannot be read: {error.strerror or error}. The records are untouched.") from error
 

@@ -45,12 +45,12 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
         """Refuse values that make no sense.
 
         Raises:
-            ValueError: a limit is negative or no integer.
+            ValueError: a limit is no integer, negative, or 2**63 and more.
         """
         for name in ("max_bytes", "max_files", "min_free_bytes"):
             value = getattr(self, name)
             if value is not None and (isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < 2**63):
-                raise ValueError(f"{name} must be a whole number of 0 or more, not {value!r}")
+                raise ValueError(f"{name} must be a whole number from 0 to 2**63 - 1, not {value!r}")
 
 
 def default_limits(free_bytes: int, total_bytes: int) -> Limits:

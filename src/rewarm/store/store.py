@@ -8,13 +8,14 @@ time. Safe to call from several threads.
 from __future__ import annotations
 
 import contextlib
+import logging
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from rewarm.errors import DamagedRecord, IndexFault, NewerFormat, RootError, SettingsError
 from rewarm.format.layouts import decode_layout
-from rewarm.format.record import Header
+from rewarm.format.record import ALIGNMENT, Header
 from rewarm.state.chain import KEY_NBYTES, Key
 from rewarm.state.layout import Layout
 from rewarm.state.reason import Reason
@@ -26,12 +27,15 @@ from rewarm.store.files import RecordName
 from rewarm.store.forgotten import Forgotten
 from rewarm.store.index import Row
 from rewarm.store.rebuild import rebuild
-from rewarm.store.room import Removal
-from rewarm.store.root import Root, settle_settings
+from rewarm.store.room import INDEX_ROW_NBYTES, Removal
+from rewarm.store.root import Root, make_private, settle_settings
 from rewarm.store.saves import Outcome, Save
 from rewarm.store.scatter import Place
 from rewarm.store.settings import FORMAT, Limits, Settings
 from rewarm.store.source import Source
+from rewarm.units import format_bytes
+
+log = logging.getLogger("rewarm.store")
 
 MAX_BLOCK_TOKENS = 2**20
 
@@ -63,7 +67,7 @@ class Store:
             SettingsError: `store.json` cannot be read.
             RootError: the folder cannot be used.
         """
-        if not 1 <= block_tokens <= MAX_BLOCK_TOKENS:
+        if not isinstance(block_tokens, int) or not 1 <= block_tokens <= MAX_BLOCK_TOKENS:
             raise ValueError(f"block_tokens must be between 1 and {MAX_BLOCK_TOKENS}, not {block_tokens}")
         if limits is not None:
             limits.check()
@@ -71,9 +75,10 @@ class Store:
         disk = disk or Disk()
         try:
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            make_private(folder)
             disk.make_folder(folder / "tmp")
             wanted = Settings(format=FORMAT, block_tokens=block_tokens, limits=limits or Limits(), policy=policy or {})
-            return cls(Root(folder, settle_settings(folder, wanted, disk), disk))
+            store = cls(Root(folder, settle_settings(folder, wanted, disk), disk))
         except SettingsError:
             raise
         except OSError as error:
@@ -83,6 +88,9 @@ class Store:
             ) from error
         except IndexFault as fault:
             raise RootError(f"The index in {folder} cannot be used: {fault}. The records are untouched.") from None
+        for caution in store.cautions():
+            log.warning("%s", caution)
+        return store
 
     @property
     def root(self) -> Path:
@@ -382,7 +390,32 @@ class Store:
         with self._root.writing:
             with self._root.index.transaction():
                 self._root.change_settings(limits=limits.over(self.settings().limits))
-            return self._root.remover.shrink(self._limits)
+            removed = self._root.remover.shrink(self._limits)
+        for caution in self.cautions():
+            log.warning("%s", caution)
+        return removed
+
+    def cautions(self) -> list[str]:
+        """Why nothing can be saved as things are, in sentences: limits that leave no room for any record."""
+        limits, own = self._limits(), self._root.reader.own_nbytes(reserve=True)
+        found = []
+        if (limits.max_bytes or 0) < own + INDEX_ROW_NBYTES + ALIGNMENT:
+            found.append(
+                f"The limit of {format_bytes(limits.max_bytes or 0)} leaves no room for any record: index and log take "
+                f"{format_bytes(own)} by themselves. Nothing is saved until max_bytes is raised."
+            )
+        if not limits.max_files:
+            found.append("The limit of 0 files leaves room for none. Nothing is saved until max_files is raised.")
+        free = None
+        with contextlib.suppress(OSError):
+            free = self._root.files.free_bytes()
+        if free is not None and free < (limits.min_free_bytes or 0):
+            found.append(
+                f"{format_bytes(free)} are free on the disk of {self.root}, less than the "
+                f"{format_bytes(limits.min_free_bytes or 0)} that are to stay free. What is stored makes room for what "
+                "is new, as far as it can."
+            )
+        return found
 
     def set_policy(self, policy: dict[str, Any]) -> None:
         """Replace the switchable rules, which the cache reads."""
