@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import os
 import shutil
-from dataclasses import replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import numpy as np
 
 import rewarm
 from benchmarks.restoring import PIECE, UNBOUNDED
-from benchmarks.rounds import Result, ratios, timed
-from benchmarks.states import SHAPES, Filler, nbytes_of, state_of, tokens_of
+from benchmarks.rounds import Result, timed
+from benchmarks.states import SHAPES, state_of, tokens_of
 from rewarm.state.sequence import Rows, SequenceState
 
 CASES = (("7b", 8192, 512), ("7b", 0, 4096), ("32b", 4096, 256), ("mla", 8192, 2048))
@@ -47,59 +47,85 @@ def new_rows(state: SequenceState, first: int) -> list[np.ndarray]:
     return [t.array[(*(slice(None),) * t.axis, slice(first, None))] for t in state.tensors.values()]  # type: ignore[union-attr]
 
 
+@dataclass(frozen=True, slots=True)
+class Round:
+    """Seconds of one round.
+
+    Attributes:
+        save_s: until `save` has returned, which has copied what is new.
+        copy_s: of one copy of it.
+        committed_s: until everything of a state that was given is written.
+        write_s: of plain writing of as many bytes.
+    """
+
+    save_s: float
+    copy_s: float
+    committed_s: float
+    write_s: float
+
+
+def one_round(cache: rewarm.PrefixCache, case: tuple[str, int, int], state: SequenceState, number: int) -> Round:
+    """Save one conversation's turn twice, under other tokens: once copied, once given."""
+    name, old, new = case
+    space = cache.namespace(rewarm.Identity({"weights": name}))
+    copied, given = (tokens_of(old + new, 2 * number + each) for each in (0, 1))
+    if old:
+        for tokens in (copied, given):
+            space.save(tokens[:old], cut(state, old))
+            cache.flush(600)
+    rows = new_rows(state, old)
+    copies: list[np.ndarray] = []
+    reports: list[rewarm.SaveReport] = []
+    plain = cache.root / f"plain-{number}"
+
+    def give() -> None:
+        reports.append(space.save(given, state, give=True))
+        cache.flush(600)
+
+    actions = {
+        "save_s": lambda: reports.append(space.save(copied, state)),
+        "copy_s": lambda: copies.extend(np.array(array, order="C") for array in rows),
+        "committed_s": give,
+        "write_s": lambda: write_plainly(plain, [array.reshape(-1).view(np.uint8).data for array in copies]),
+    }
+    order = (
+        ("save_s", "copy_s", "committed_s", "write_s") if number % 2 else ("copy_s", "save_s", "write_s", "committed_s")
+    )
+    took = {}
+    for key in order:
+        took[key] = timed(actions[key])
+        cache.flush(600)
+    plain.unlink()
+    if any(report.reason is not None for report in reports):
+        raise RuntimeError(f"the state is not saved: {[report.reason for report in reports]}")
+    return Round(**took)
+
+
 def against_copy_and_write(folder: Path, rounds: int, cases: tuple[tuple[str, int, int], ...]) -> list[Result]:
     """A turn of a conversation, and a prompt that is all new."""
     results = []
-    for name, old, new in cases:
+    for case in cases:
+        name, old, new = case
+        root = folder / f"save-{name}-{old}-{new}"
         state = state_of(SHAPES[name], old + new)
-        rows = new_rows(state, old)
-        took: dict[str, list[float]] = {key: [] for key in ("save_s", "copy_s", "committed_s", "write_s")}
-        for i in range(rounds + 1):
-            root = folder / f"save-{i}"
-            cache = rewarm.open(root, limits=UNBOUNDED)
-            space = cache.namespace(rewarm.Identity({"weights": name}))
-            if old:
-                space.save(tokens_of(old), cut(state, old))
-                cache.flush(600)
-            tokens = tokens_of(old + new)
-            copied: list[np.ndarray] = []
-
-            def save_and_wait() -> None:
-                reports.append(space.save(tokens, state))  # noqa: B023 - called at once
-                began.append(timed(lambda: cache.flush(600)))  # noqa: B023
-
-            def copy() -> None:
-                copied.extend(np.array(array, order="C") for array in rows)  # noqa: B023
-
-            reports: list[rewarm.cache.jobs.SaveReport] = []
-            began: list[float] = []
-            copy_s = timed(copy) if i % 2 else 0.0
-            whole_s = timed(save_and_wait)
-            copy_s = copy_s or timed(copy)
-            if reports[0].reason is not None:
-                raise RuntimeError(f"the state is not saved: {reports[0].reason}")
-            pieces = [array.reshape(-1).view(np.uint8).data for array in copied]
-            write_s = timed(lambda: write_plainly(root / "plain", pieces))  # noqa: B023
-            cache.close()
-            shutil.rmtree(root)
-            if i:
-                for key, seconds in zip(took, (whole_s - began[0], copy_s, whole_s, write_s), strict=True):
-                    took[key].append(seconds)
-            del copied, pieces
-        nbytes = sum(array.nbytes for array in rows)
+        with rewarm.open(root, limits=UNBOUNDED) as cache:
+            # The first round touches memory that the machine has not backed yet.
+            took = [one_round(cache, case, state, i) for i in range(rounds + 1)][1:]
+        shutil.rmtree(root)
+        nbytes = sum(array.nbytes for array in new_rows(state, old))
         what = f"save, {name}, {new:,} tokens after {old:,}, {nbytes / 2**20:,.0f} MiB"
         results += [
             Result(
                 f"{what}, until the caller goes on",
                 "one copy of the new rows",
-                ratios(took["save_s"], took["copy_s"]),
+                [each.copy_s / each.save_s for each in took],
                 at_least=0.8,
-                shown=took,
+                shown={"rounds": [asdict(each) for each in took], "nbytes": nbytes},
             ),
             Result(
-                f"{what}, until committed",
+                f"{what}, given, until committed",
                 "pwrite of as many bytes",
-                ratios(took["committed_s"], took["write_s"]),
+                [each.write_s / each.committed_s for each in took],
                 at_least=0.8,
             ),
         ]
