@@ -39,14 +39,13 @@ class ChatPage:
         self._views = list(self._models.views())
         self._model = self._model_of(self._chat)
         self._client = ui.context.client
-        with element("div", "rw-app"):
-            self._drawer = Drawer(self._chats, open_chat=self._open, new_chat=self._new, delete=self._delete)
-            with element("div", "rw-page"):
-                self._build_header()
-                with element("section", "rw-scroll", aria_label="Chat"), element("div", "rw-column"):
-                    self._build_system()
-                    self._messages = Messages(self._again)
-                self._build_composer()
+        self._drawer = Drawer(self._chats, open_chat=self._open, new_chat=self._new, delete=self._delete)
+        with element("div", "rw-page"):
+            self._build_header()
+            with element("section", "rw-scroll", aria_label="Chat"), element("div", "rw-column"):
+                self._build_system()
+                self._messages = Messages(self._again)
+            self._build_composer()
         self._refresh()
         ui.timer(REFRESH_S, self._refresh)
 
@@ -69,7 +68,6 @@ class ChatPage:
                     self._chip_words = text("", "rw-chip-words")
             self._unload = button("power", "Stop the model: frees its memory", "rw-quiet", "Stop the model")
             on_click(self._unload, self._stop_model)
-            on_click(button("theme", "Light or dark", "rw-wide-only"), script="window.rewarm.toggleTheme()")
             on_click(button("plus", "New chat", "rw-phone-only"), self._new)
 
     def _build_system(self) -> None:

@@ -35,7 +35,6 @@ class Drawer:
         with element("nav", "rw-drawer", aria_label="Conversations"):
             with element("div", "rw-brand"):
                 text("rewarm", "rw-wordmark")
-                on_click(button("theme", "Light or dark", "rw-phone-only"), script="window.rewarm.toggleTheme()")
             on_click(button("plus", "New chat", "rw-new", "New chat"), new_chat)
             self._list = element("ul", "rw-list")
 

@@ -10,16 +10,9 @@ from nicegui import ui
 
 from rewarm.gateway.page.chat import ChatPage
 from rewarm.gateway.page.engine import Models
+from rewarm.gateway.page.frame import ICON, frame
 from rewarm.gateway.page.history import History
 from rewarm.gateway.page.turns import Chats
-
-_HERE = Path(__file__).parent
-_ICON = (
-    "data:image/svg+xml,%3Csvg xmlns='http://www.w3.org/2000/svg' viewBox='0 0 32 32'%3E"
-    "%3Crect width='32' height='32' rx='8' fill='%230f766e'/%3E"
-    "%3Cpath d='M9 21a7 7 0 1 0 2-9.5M9 8v5h5' fill='none' stroke='white' stroke-width='2.6' "
-    "stroke-linecap='round' stroke-linejoin='round'/%3E%3C/svg%3E"
-)
 
 
 def mount_pages(app: FastAPI, models: Models, folder: Path) -> Chats:
@@ -34,12 +27,11 @@ def mount_pages(app: FastAPI, models: Models, folder: Path) -> Chats:
         The conversations; to be closed while the models can still be told to stop.
     """
     chats = Chats(models, History(folder, time.time))
-    style, script = (_HERE / "style.css").read_text(), (_HERE / "page.js").read_text()
 
-    @ui.page("/", title="rewarm", favicon=_ICON, language="en-US")
+    @ui.page("/", title="rewarm", favicon=ICON, language="en-US")
     def chat_page() -> None:
-        ui.add_head_html(f"<style>{style}</style><script>{script}</script>")
-        ChatPage(models, chats).build()
+        with frame("chat", "chat.css", "chat.js"):
+            ChatPage(models, chats).build()
 
-    ui.run_with(app, title="rewarm", favicon=_ICON, dark=None, tailwind=False, show_welcome_message=False)
+    ui.run_with(app, title="rewarm", favicon=ICON, dark=None, tailwind=False, show_welcome_message=False)
     return chats

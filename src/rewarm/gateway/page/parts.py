@@ -9,17 +9,7 @@ from nicegui import ui
 from nicegui.element import Element
 from nicegui.elements.mixins.text_element import TextElement
 
-_PATHS = {
-    "menu": "M4 7h16M4 12h16M4 17h16",
-    "plus": "M12 5v14M5 12h14",
-    "send": "M12 19V6M6 11.5 12 5.5l6 6",
-    "stop": "M7.5 7.5h9v9h-9z",
-    "power": "M12 4v7M7.2 7a7 7 0 1 0 9.6 0",
-    "again": "M19.5 12a7.5 7.5 0 1 1-2.4-5.5M19.5 3.5v4h-4",
-    "trash": "M5 7h14M10 7V5h4v2M7 7l.8 12h8.4L17 7",
-    "theme": "M12 4a8 8 0 1 0 0 16zM12 4a8 8 0 0 1 0 16",
-    "chevron": "M9 6l6 6-6 6",
-}
+from rewarm.gateway.page.icons import PATHS
 
 
 def element(tag: str, classes: str = "", **attributes: str) -> Element:
@@ -41,7 +31,7 @@ def icon(name: str) -> Element:
     """A line icon in the colour of the text around it; hidden from screen readers."""
     drawn = (
         '<svg viewBox="0 0 24 24" width="20" height="20" fill="none" stroke="currentColor" stroke-width="1.7" '
-        f'stroke-linecap="round" stroke-linejoin="round" aria-hidden="true"><path d="{_PATHS[name]}"/></svg>'
+        f'stroke-linecap="round" stroke-linejoin="round" aria-hidden="true"><path d="{PATHS[name]}"/></svg>'
     )
     return ui.html(drawn, sanitize=False, tag="span").classes("rw-icon")
 

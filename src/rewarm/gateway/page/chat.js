@@ -1,28 +1,11 @@
-// The page's own script: theme, drawer, composer, and staying at the bottom while a reply comes.
-// Everything else is done by the server through NiceGUI.
+// The chat's own script: drawer, composer, and staying at the bottom while a reply comes. frame.js comes before it.
 (() => {
   const root = document.documentElement;
-  const KEY = "rewarm-theme";
-  const system = matchMedia("(prefers-color-scheme: dark)");
-  const stored = () => { try { return localStorage.getItem(KEY); } catch { return null; } };
-  const apply = () => { root.dataset.theme = stored() ?? (system.matches ? "dark" : "light"); };
-  apply();
-  system.addEventListener("change", apply);
-
   const near = (el) => el.scrollHeight - el.scrollTop - el.clientHeight < 80;
   const grow = (el) => { el.style.height = "auto"; el.style.height = `${Math.min(el.scrollHeight, 220)}px`; };
   const input = () => document.querySelector(".rw-input");
 
-  window.rewarm = {
-    toggleTheme() {
-      const theme = root.dataset.theme === "dark" ? "light" : "dark";
-      try {
-        // Choosing what the system says is following the system again.
-        if ((theme === "dark") === system.matches) localStorage.removeItem(KEY);
-        else localStorage.setItem(KEY, theme);
-      } catch { /* private windows may refuse: the choice then lasts as long as the page */ }
-      root.dataset.theme = theme;
-    },
+  Object.assign(window.rewarm, {
     toggleDrawer(open) {
       const app = document.querySelector(".rw-app");
       const name = matchMedia("(min-width: 960px)").matches ? "rw-drawer-closed" : "rw-drawer-open";
@@ -41,7 +24,7 @@
       stick = true;
       return text;
     },
-  };
+  });
 
   let stick = true;
   const watch = (scroller) => {
