@@ -20,7 +20,6 @@ from rewarm.cache.jobs import Job, Notes
 from rewarm.cache.policy import Policy, read_policy
 from rewarm.cache.stats import Stats
 from rewarm.errors import IndexFault, RewarmError
-from rewarm.format.record import finite
 from rewarm.state.chain import Key
 from rewarm.state.reason import Dropped
 from rewarm.store.files import RecordName
@@ -347,10 +346,6 @@ class Writer:
             raise _Refused(Dropped.IDENTITY_FAILED) from None
 
     def _try_to_write(self, job: Job, save: Save) -> Dropped | None:
-        for draft in save.drafts:
-            if not all(finite(part) for part in draft.parts):
-                log.warning("a state with NaN or infinity was not saved")
-                return Dropped.NOT_FINITE
         with contextlib.suppress(IndexFault, TimeoutError):
             self.heed()
         if job.is_forgotten(save):

@@ -15,12 +15,14 @@ import errno
 import logging
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
+from typing import TypeVar
 
 from rewarm.errors import DamagedRecord, NewerFormat
 from rewarm.format.layouts import encode_layout
-from rewarm.format.record import ALIGNMENT, Header, Outline, outline, round_up
+from rewarm.format.record import ALIGNMENT, Header, Outline, finite, outline, round_up
 from rewarm.state.chain import Key, ordered
 from rewarm.state.reason import Dropped
+from rewarm.store.crew import Crew
 from rewarm.store.entries import End, EntryMove
 from rewarm.store.evict import Need
 from rewarm.store.files import RecordName
@@ -38,6 +40,11 @@ log = logging.getLogger("rewarm.store")
 BATCH_FILES = 64
 BATCH_NBYTES = 64 * 2**20
 
+WORTH_A_HELPER_NBYTES = 4 * 2**20
+"""Bytes of a batch from which on a second thread is sooner done than it costs."""
+
+T = TypeVar("T")
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Record:
@@ -51,12 +58,13 @@ class _Record:
 class Committer:
     """Writes the records of saves into one root; used by one thread of a process at a time."""
 
-    def __init__(self, room: Room, recovery: Recovery, remover: Remover, lock: ProcessLock) -> None:
+    def __init__(self, room: Room, recovery: Recovery, remover: Remover, lock: ProcessLock, crew: Crew) -> None:
         self.index, self.files, self.entries = room.index, room.files, room.entries
         self._room = room
         self._recovery = recovery
         self._remover = remover
         self._lock = lock
+        self._crew = crew
         self._evicting_helps = True
 
     def write(self, save: Save, limits: Callable[[], Limits], wanted: Collection[Key], now_s: float) -> Outcome:
@@ -72,6 +80,9 @@ class Committer:
             IndexFault: the index cannot be used.
         """
         outcome = Outcome()
+        if not self._finite(save.drafts):
+            log.warning("a state with NaN or infinity was not saved")
+            return Outcome(dropped=Dropped.NOT_FINITE)
         move = self.entries.decide(save.chain, save.boundary, save.label)
         drafts = save.drafts
         if move.id is None and save.layout.rows_only:
@@ -94,6 +105,27 @@ class Committer:
         if outcome.error:
             log.warning("a record could not be written (%s); what is stored is untouched", outcome.error)
         return outcome
+
+    def _finite(self, drafts: Sequence[Draft]) -> bool:
+        """Whether no float tensor has NaN or infinity in it."""
+        bad: list[Draft] = []
+
+        def look(draft: Draft) -> bool:
+            if not all(finite(part) for part in draft.parts):
+                bad.append(draft)
+            return not bad
+
+        self._each(look, drafts, sum(draft.nbytes for draft in drafts))
+        return not bad
+
+    def _each(self, work: Callable[[T], bool], items: Sequence[T], nbytes: int) -> None:
+        """Do `work` for each item, with a helper where there is so much of it that a helper is worth it."""
+        if nbytes >= WORTH_A_HELPER_NBYTES and len(items) > 1:
+            self._crew.run(work, items)
+            return
+        for item in items:
+            if not work(item):
+                return
 
     def _fits(self, save: Save, drafts: Sequence[Draft], limits: Limits) -> bool:
         """Whether the whole conversation can be there at all: what is there of it, and what comes."""
@@ -227,20 +259,42 @@ class Committer:
 
     def _write_files(self, records: list[_Record], outcome: Outcome) -> list[_Record]:
         """Step 2: the records that are in place now, up to the first that failed."""
-        done = []
-        for record in records:
-            try:
-                if not self._adoptable(record):
-                    self.files.publish(record.name, record.outline)
-                    outcome.n_written += 1
-                    outcome.nbytes += record.outline.nbytes
-            except OSError as error:
-                full = error.errno in (errno.ENOSPC, errno.EDQUOT)
-                outcome.dropped = Dropped.NO_SPACE if full else Dropped.UNAVAILABLE
-                outcome.error = str(error)
+        came = self._place(records)
+        done: list[_Record] = []
+        for record, result in zip(records, came, strict=True):
+            if not isinstance(result, bool):
                 break
             done.append(record)
+            if result:
+                outcome.n_written += 1
+                outcome.nbytes += record.outline.nbytes
+        for record, result in zip(records[len(done) :], came[len(done) :], strict=True):
+            if result is True:
+                self.files.remove(record.name)  # written by the helper, behind one that failed
+            elif isinstance(result, OSError):
+                full = result.errno in (errno.ENOSPC, errno.EDQUOT)
+                outcome.dropped = Dropped.NO_SPACE if full else Dropped.UNAVAILABLE
+                outcome.error = str(result)
+            elif isinstance(result, BaseException):
+                raise result
         return done
+
+    def _place(self, records: list[_Record]) -> list[bool | BaseException | None]:
+        """What came of each record: whether it was written or was there already, its fault, or None: not begun."""
+        came: list[bool | BaseException | None] = [None] * len(records)
+
+        def place(i: int) -> bool:
+            try:
+                came[i] = not self._adoptable(records[i])
+                if came[i]:
+                    self.files.publish(records[i].name, records[i].outline)
+            except BaseException as error:  # noqa: BLE001 - raised on the thread that asked
+                came[i] = error
+                return False
+            return True
+
+        self._each(place, range(len(records)), sum(record.outline.nbytes for record in records))
+        return came
 
     def _adoptable(self, record: _Record) -> bool:
         """Whether a good file without a row has the record's name already."""

@@ -19,6 +19,7 @@ import msgspec
 
 from rewarm.errors import IndexFault, RootError, SettingsError
 from rewarm.store.commit import Committer
+from rewarm.store.crew import Crew
 from rewarm.store.disk import Disk, patiently
 from rewarm.store.entries import Entries
 from rewarm.store.files import Files
@@ -80,6 +81,7 @@ class Root:
         self.n_attached = 0
         self.is_closed = False
         self._disk = disk
+        self._crew = Crew()
         self._rebuilding: threading.Thread | None = None
         self._renewed_s = float("-inf")
         self._detached = self._to_release = False
@@ -140,7 +142,7 @@ class Root:
             room = Room(self.index, self.files, self.entries)
             self.recovery = Recovery(self.index, self.files, self.entries, self.lock)
             self.remover = Remover(room, self.recovery, self.lock)
-            self.committer = Committer(room, self.recovery, self.remover, self.lock)
+            self.committer = Committer(room, self.recovery, self.remover, self.lock, self._crew)
             self.reader = Index(path, READER_TIMEOUT_S)
             self.index.totals()
         except IndexFault:
@@ -250,6 +252,7 @@ class Root:
             self._release()
 
     def _release(self) -> None:
+        self._crew.close()
         with contextlib.suppress(IndexFault), self.index.transaction():
             self.index.remove_process(self.lock.process)
             self.index.settle_forgets()
