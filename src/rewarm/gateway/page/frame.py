@@ -25,8 +25,12 @@ _SVG = f"<svg xmlns='http://www.w3.org/2000/svg' viewBox='0 0 32 32'>{_MARK}</sv
 ICON = "data:image/svg+xml," + _SVG.replace("%", "%25").replace("#", "%23").replace("<", "%3C").replace(">", "%3E")
 """The site's icon, as an address that needs no request."""
 
-PLACES = (("chat", "Chat", "/"), ("cache", "Cache", "/cache"), ("models", "Models", "/models"))
-PLACES += (("settings", "Settings", "/settings"),)
+PLACES: tuple[tuple[str, str, str], ...] = (
+    ("chat", "Chat", "/"),
+    ("cache", "Cache", "/cache"),
+    ("models", "Models", "/models"),
+    ("settings", "Settings", "/settings"),
+)
 """The pages: name (and icon), words, path."""
 
 _THEMES = (("system", "System"), ("light", "Light"), ("dark", "Dark"))
