@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import threading
+from collections.abc import Iterator
 
 import numpy as np
 import pytest
@@ -157,3 +159,34 @@ def test_what_is_no_sequence_of_64_bit_integers_is_refused(wrong: object) -> Non
 def test_the_extremes_of_64_bits_are_taken_together() -> None:
     tokens = [-(2**63), 2**63 - 1, 0, -1]
     assert as_tokens(tokens).tolist() == tokens
+
+
+@pytest.fixture
+def hasty() -> Iterator[None]:
+    """Threads take turns as often as they can."""
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    yield
+    sys.setswitchinterval(before)
+
+
+@pytest.mark.usefixtures("hasty")
+def test_b004_threads_that_share_a_chain_get_the_same_keys() -> None:
+    """Records of one restore are checked on several threads, against one chain."""
+    tokens = as_tokens(range(40_000))
+    want = Chain(root_key(16, b"f" * 32, b"d" * 32, b""), tokens, 16).blocks()
+    for _ in range(10):
+        chain = Chain(root_key(16, b"f" * 32, b"d" * 32, b""), tokens, 16)
+        gate = threading.Barrier(4)
+        wrong: list[int] = []
+
+        def look(chain: Chain = chain, gate: threading.Barrier = gate, wrong: list[int] = wrong) -> None:
+            gate.wait()
+            wrong += [i for i in range(chain.n_blocks) if chain.block(i) != want[i]]
+
+        threads = [threading.Thread(target=look) for _ in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert wrong == []

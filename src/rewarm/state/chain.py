@@ -14,6 +14,7 @@ them as bytes compares the token ids, and a prefix of bytes is a prefix of token
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterable
 from typing import NewType
 
@@ -72,7 +73,7 @@ def point_key(parent: Key, n: int, tail: Tokens) -> Key:
 
 
 class Chain:
-    """The keys along one sequence of tokens, computed as far as they are asked for.
+    """The keys along one sequence of tokens, computed as far as they are asked for, by whichever thread.
 
     Attributes:
         root: the key before the first block.
@@ -85,6 +86,7 @@ class Chain:
         self.tokens = tokens
         self.block_tokens = block_tokens
         self._blocks: list[Key] = []
+        self._growing = threading.Lock()
 
     @property
     def n_blocks(self) -> int:
@@ -93,11 +95,13 @@ class Chain:
 
     def block(self, i: int) -> Key:
         """The key of block `i`, which covers tokens `[i * block_tokens, (i + 1) * block_tokens)`."""
-        size = self.block_tokens
-        while len(self._blocks) <= i:
-            k = len(self._blocks)
-            self._blocks.append(block_key(self.parent(k), self.tokens[k * size : (k + 1) * size]))
-        return self._blocks[i]
+        blocks, size = self._blocks, self.block_tokens
+        if len(blocks) <= i:
+            with self._growing:  # two threads that append at once would put a key in another one's place
+                while (k := len(blocks)) <= i:
+                    parent = blocks[-1] if k else self.root
+                    blocks.append(block_key(parent, self.tokens[k * size : (k + 1) * size]))
+        return blocks[i]
 
     def parent(self, i: int) -> Key:
         """The key that block `i`, and the points before its end, hang from."""
