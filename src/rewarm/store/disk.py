@@ -96,12 +96,6 @@ class Disk:
         buffers[0][: len(data)] = data
         return len(data)
 
-    def will_read(self, fd: int) -> None:
-        """Tell the system that the whole file is read next; it may have it ready sooner."""
-        if hasattr(os, "posix_fadvise"):
-            with contextlib.suppress(OSError):
-                os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_WILLNEED)
-
     def stat(self, fd: int) -> os.stat_result:
         """Size, owner and mode of an open file."""
         return os.fstat(fd)

@@ -164,7 +164,6 @@ class Files:
             OSError: the file cannot be read, which proves nothing about it.
         """
         with self._opened(name) as (fd, nbytes):
-            self.disk.will_read(fd)
             header = self._header(fd, nbytes, name)
             arrays = dict((place or private_arrays)(header))
             tensors = [(entry, arrays[entry.name]) for entry in header.tensors]
