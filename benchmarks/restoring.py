@@ -14,7 +14,7 @@ import numpy as np
 
 import rewarm
 from benchmarks.rounds import Result, alternate, cold, ratios
-from benchmarks.states import SHAPES, nbytes_of, state_of, tokens_of
+from benchmarks.states import SHAPES, state_of, tokens_of
 
 PIECE = 8 * 2**20
 """Bytes that plain reading asks for at once."""
@@ -26,13 +26,13 @@ QUICK = (("7b", 2048), ("window", 2048), ("hybrid", 2048))
 
 
 @contextlib.contextmanager
-def stored(folder: Path, name: str, n_tokens: int) -> Iterator[tuple[rewarm.Namespace, Path, int]]:
-    """A cache that holds a state, a plain file of as many bytes beside it, and the bytes."""
+def stored(folder: Path, name: str, n_tokens: int) -> Iterator[tuple[rewarm.Namespace, Path, list[int]]]:
+    """A cache that holds a state, a plain file of as many bytes beside it, and the sizes of its arrays in bytes."""
     root = folder / f"{name}-{n_tokens}"
     cache = rewarm.open(root, limits=UNBOUNDED)
     space = cache.namespace(rewarm.Identity({"weights": name}))
     state = state_of(SHAPES[name], n_tokens)
-    nbytes = nbytes_of(state)
+    sizes = [tensor.array.nbytes for tensor in state.tensors.values()]
     save_whole(cache, space, tokens_of(n_tokens), state)
     plain = root / "plain"
     with plain.open("wb") as file:
@@ -40,7 +40,7 @@ def stored(folder: Path, name: str, n_tokens: int) -> Iterator[tuple[rewarm.Name
             file.write(tensor.array.reshape(-1).view(np.uint8).data)
     del state
     try:
-        yield space, plain, nbytes
+        yield space, plain, sizes
     finally:
         cache.close()
         shutil.rmtree(root)
@@ -57,23 +57,28 @@ def save_whole(cache: rewarm.PrefixCache, space: rewarm.Namespace, tokens: list[
     raise RuntimeError(f"the state is not saved: {report.reason}")
 
 
-def read_plainly(path: Path, nbytes: int) -> Any:
-    """The file in one new buffer, read from its beginning to its end."""
-    buffer = np.empty(nbytes, np.uint8)
-    view, done = memoryview(buffer), 0
+def read_plainly(path: Path, sizes: list[int]) -> list[np.ndarray]:
+    """The file in new buffers, as many and as large as the state's arrays, read from its beginning to its end.
+
+    One buffer for all would be no fairer: how the system backs memory depends on how much is asked for at once.
+    """
+    buffers, at = [np.empty(size, np.uint8) for size in sizes], 0
     fd = os.open(path, os.O_RDONLY)
     try:
-        while done < nbytes:
-            done += os.preadv(fd, [view[done : done + PIECE]], done)
+        for buffer in buffers:
+            view, done = memoryview(buffer), 0
+            while done < len(view):
+                done += os.preadv(fd, [view[done : done + PIECE]], at + done)
+            at += done
     finally:
         os.close(fd)
-    return buffer
+    return buffers
 
 
-def read_and_copy(path: Path, nbytes: int) -> Any:
-    """The file in one new buffer, and that once more."""
-    read = read_plainly(path, nbytes)
-    return read, np.array(read)
+def read_and_copy(path: Path, sizes: list[int]) -> list[np.ndarray]:
+    """The same, and each buffer copied to another one."""
+    read = read_plainly(path, sizes)
+    return [*read, *(np.array(buffer) for buffer in read)]
 
 
 def restore(space: rewarm.Namespace, n_tokens: int) -> Any:
@@ -92,13 +97,14 @@ def against_the_disk(folder: Path, rounds: int, cases: tuple[tuple[str, int], ..
     """Cold against plain reading, and warm against plain reading plus a copy."""
     results = []
     for name, n_tokens in cases:
-        with stored(folder, name, n_tokens) as (space, plain, nbytes):
+        with stored(folder, name, n_tokens) as (space, plain, sizes):
+            nbytes = sum(sizes)
             what = f"restore, {name}, {n_tokens:,} tokens, {nbytes / 2**20:,.0f} MiB"
             for is_cold in (True, False):
                 plainly = read_plainly if is_cold else read_and_copy
                 ours, theirs = alternate(
                     partial(restore, space, n_tokens),
-                    partial(plainly, plain, nbytes),
+                    partial(plainly, plain, sizes),
                     rounds,
                     cold if is_cold else None,
                 )
