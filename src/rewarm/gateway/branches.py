@@ -45,10 +45,10 @@ class Picture:
     n_tokens: int
 
 
-def draw(rows: Sequence[Row], limit: int = MAX_DRAWN) -> tuple[list[Picture], int]:
-    """Pictures of the entries, one per model, and how many entries are left out.
+def draw(rows: Sequence[Row], limit: int = MAX_DRAWN) -> tuple[list[Picture], int, int]:
+    """Pictures of the entries that share something, one per model; how many are left out, and how many share nothing.
 
-    Families with the latest match come first; whole families are left out before single branches are.
+    Families with the latest match come first.
 
     Args:
         rows: all entries, latest match first.
@@ -59,20 +59,20 @@ def draw(rows: Sequence[Row], limit: int = MAX_DRAWN) -> tuple[list[Picture], in
     for row in rows:
         families.setdefault(_oldest(row, by_id), []).append(row)
     pictures: dict[str, list[Branch]] = {}
-    left = limit
-    # Who shares with somebody is what the picture is for; the others only show that they do not.
-    ranked = sorted(families.values(), key=lambda family: len(family) == 1)
-    for family in ranked:
-        chosen = _with_parents(family[:left], by_id, left) if left > 0 else []
-        left -= len(chosen)
-        if chosen:
-            branches = pictures.setdefault(chosen[0].entry.fingerprint, [])
-            _add(branches, chosen)
+    left, n_alone = limit, 0
+    for family in families.values():
+        if len(family) == 1:
+            n_alone += 1
+            continue
+        chosen = _with_parents(family, by_id, left)
+        if len(chosen) > 1:
+            left -= len(chosen)
+            _add(pictures.setdefault(chosen[0].entry.fingerprint, []), chosen)
     drawn = [
         Picture(branches[0].row.model, branches, max(each.row.entry.n_tokens for each in branches))
         for branches in pictures.values()
     ]
-    return drawn, len(rows) - sum(len(picture.branches) for picture in drawn)
+    return drawn, len(rows) - n_alone - (limit - left), n_alone
 
 
 def _oldest(row: Row, by_id: dict[str, Row]) -> str:

@@ -17,7 +17,7 @@ from typing import Literal
 import httpx
 
 import rewarm
-from rewarm.cache.move import abandon_move, describe_location, move_root
+from rewarm.cache.move import Location, abandon_move, describe_location, move_root
 from rewarm.errors import EngineError, RewarmError
 from rewarm.gateway.disk_cache import DiskCache
 from rewarm.gateway.problems import Problem
@@ -127,6 +127,10 @@ class Relocation:
         if not problem and not holds_cache and place.exists and not (place.path / "moving.json").is_file():
             problem = _full(place.path)
         return Checked(place.path, problem, place.warnings, place.free_bytes, place.total_bytes, holds_cache, int(used))
+
+    def here(self) -> Location:
+        """What the folder of now is like. Waits for the disk."""
+        return describe_location(self._disk_cache.folder)
 
     def _problem(self, path: Path, *, is_writable: bool) -> str:
         now = self._disk_cache.folder.absolute().resolve()

@@ -12,6 +12,7 @@ import uvicorn
 
 from rewarm.errors import GatewayError
 from rewarm.gateway.app import Gateway, create_app
+from rewarm.gateway.page.cache_mount import mount_cache_pages
 from rewarm.gateway.page.mount import mount_pages
 from rewarm.gateway.page_models import PageModels
 from rewarm.gateway.settings import Settings
@@ -31,6 +32,7 @@ def run(settings: Settings) -> None:
     with _listen(settings) as listener:
         gateway = Gateway(settings)
         app = create_app(gateway)
+        mount_cache_pages(gateway.cache_admin)
         gateway.before_close(mount_pages(app, PageModels(gateway), settings.data_dir / "chats").close)
         server = uvicorn.Server(
             uvicorn.Config(
