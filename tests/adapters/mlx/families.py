@@ -5,6 +5,7 @@ A few layers, small widths, windows of 16 tokens: every edge lies within some si
 
 from __future__ import annotations
 
+import importlib.util
 from typing import Any
 
 WINDOW = 16
@@ -58,7 +59,7 @@ _LONGCAT = {
     "routed_scaling_factor": 1.0,
 }
 
-FAMILIES: dict[str, dict[str, Any]] = {
+_ALL: dict[str, dict[str, Any]] = {
     "llama": {"head_dim": 16, "tie_word_embeddings": True},
     "qwen3": {"head_dim": 16, "tie_word_embeddings": True},
     "gemma3_text": {"head_dim": 16, "sliding_window": WINDOW, "sliding_window_pattern": 2},
@@ -294,6 +295,9 @@ FAMILIES: dict[str, dict[str, Any]] = {
     },
 }
 """By the module's name; each one beside the values that most have in common."""
+
+FAMILIES = {name: own for name, own in _ALL.items() if importlib.util.find_spec(f"mlx_lm.models.{name}")}
+"""Those that the installed release has."""
 
 
 def config_of(family: str) -> dict[str, Any]:

@@ -15,9 +15,12 @@ from tiny_models import TOKENS, tiny, tiny_llama
 import rewarm
 from rewarm.adapters.mlx import PromptCache, codec, self_test
 from rewarm.adapters.mlx.codecs.attention import RowsCodec
+from rewarm.adapters.mlx.codecs.windows import chunks_slide_too_far
+
+SERVED = [name for name in FAMILIES if name != "llama4" or not chunks_slide_too_far()]
 
 
-@pytest.mark.parametrize("name", [*FAMILIES, "kept ring", "concatenated"])
+@pytest.mark.parametrize("name", [*SERVED, "kept ring", "concatenated"])
 def test_every_family_passes(name: str) -> None:
     self_test.run(runner(name).model)
 

@@ -20,7 +20,7 @@ from rewarm.adapters.mlx.codecs.attention import QuantisedCodec, RowsCodec
 from rewarm.adapters.mlx.codecs.base import CacheCodec
 from rewarm.adapters.mlx.codecs.states import ArraysCodec, LayerCodec, ListCodec, agreed
 from rewarm.adapters.mlx.codecs.tensors import Buffers, Given, Taken, UnsupportedCache
-from rewarm.adapters.mlx.codecs.windows import ChunkedCodec, RotatingCodec
+from rewarm.adapters.mlx.codecs.windows import ChunkedCodec, RotatingCodec, chunks_slide_too_far
 from rewarm.state.sequence import SequenceState
 
 __all__ = ["Buffers", "UnsupportedCache", "check", "decode", "encode", "n_common", "n_held", "sequence"]
@@ -45,6 +45,9 @@ CODECS: dict[str, CacheCodec] = {
     "mlx_lm.models.deepseek_v41.LayerCache": LayerCodec(),
 }
 """By the class's full name: a release that lacks a class needs no import of it here."""
+
+if chunks_slide_too_far():
+    del CODECS["mlx_lm.models.cache.ChunkedKVCache"]
 
 
 def check(caches: Sequence[Any]) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 
 import mlx.core as mx
 import numpy as np
+from mlx_lm.models.cache import ChunkedKVCache
 
 from rewarm.adapters.mlx.codecs.tensors import Given, Taken, UnsupportedCache, one_sequence, view
 from rewarm.state.sequence import Array
@@ -98,6 +99,18 @@ class ChunkedCodec:
         cache.offset = given.n_tokens
         cache.start_position = given.n_tokens - min(given.n_tokens, size)
         return cache
+
+
+def chunks_slide_too_far() -> bool:
+    """Whether this release's `ChunkedKVCache` counts its padding as rows, and so drops some that it still needs.
+
+    mlx-lm 0.31.3 does. What it holds then depends on how its buffer grew, and cannot be rebuilt.
+    """
+    cache = ChunkedKVCache(2)
+    row = mx.zeros((1, 1, 1, 1))
+    cache.update_and_fetch(row, row)
+    cache.maybe_trim_front()
+    return bool(cache.start_position)
 
 
 def _begin(n: int, n_held: int, n_rows: int, size: int, keep: int) -> int:
