@@ -17,7 +17,8 @@ from typing import Any
 import rewarm
 from rewarm.adapters.llama import flags
 from rewarm.adapters.llama.engine import Program
-from rewarm.adapters.llama.proxy import Access, Handler
+from rewarm.adapters.llama.face import Access
+from rewarm.adapters.llama.proxy import Handler
 from rewarm.adapters.llama.raw_folder import RawFolder
 from rewarm.adapters.llama.runner import Runner
 from rewarm.adapters.worker_process import listen

@@ -377,7 +377,7 @@ def test_what_is_stored_is_what_the_engine_computed(tmp_path: Path) -> None:
         worker.chat(FIRST)
         worker.settle()
         tokens = [256, *f"<user>{FIRST}</><assistant>".encode()]
-        space = worker.runner.ensure()._stored.space
+        space = worker.runner.ensure()._stored.space()
         state = space.restore(space.find([*tokens, 97]))
         row, rows = np.zeros(WIDTH, "<f4"), []
         for token in tokens:

@@ -14,7 +14,7 @@ from rewarm.adapters.llama import flags, gguf_facts
 from rewarm.adapters.llama.flags import UnusableFlags
 from rewarm.adapters.llama.identity import Before, Resolved
 from rewarm.adapters.llama.raw_folder import RawFolder
-from rewarm.adapters.llama.slot_files import leading_tokens
+from rewarm.adapters.llama.slot_file import UnknownLayout, parse_tokens
 from rewarm.adapters.llama.slots import NO_TOKENS, Slot, SlotPool, n_common
 from rewarm.adapters.llama.worth import Worth
 
@@ -260,11 +260,11 @@ def test_the_token_list_of_a_file_that_is_not_understood() -> None:
         head = np.array([0x67677371, 9, len(words)], "<u4").tobytes()
         return memoryview(head + np.array(words, "<i4").tobytes() + b"unknown")
 
-    assert leading_tokens(file(5, 6, 7)).tolist() == [5, 6, 7]
-    assert leading_tokens(file(-1, 1, 3, 5, 6, 7, 0)).tolist() == [5, 6, 7]
-    assert leading_tokens(file(-1, 1, 3, 5, -1, 7, 1)) is None
-    assert leading_tokens(file(-1, 2, 3, 5, 6, 7, 0)) is None
-    assert leading_tokens(memoryview(b"short")) is None
+    assert parse_tokens(file(5, 6, 7)).tolist() == [5, 6, 7]
+    assert parse_tokens(file(-1, 1, 3, 5, 6, 7, 0)).tolist() == [5, 6, 7]
+    for damaged in (file(-1, 1, 3, 5, -1, 7, 1), file(-1, 2, 3, 5, 6, 7, 0), memoryview(b"short")):
+        with pytest.raises(UnknownLayout):
+            parse_tokens(damaged)
 
 
 def test_loading_is_tried_until_both_speeds_are_known() -> None:

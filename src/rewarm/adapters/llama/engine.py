@@ -138,6 +138,12 @@ class Engine:
         return process is not None and process.poll() is None
 
     @property
+    def pid(self) -> int | None:
+        """The process, while there is one."""
+        process = self._process
+        return process.pid if process is not None and process.poll() is None else None
+
+    @property
     def headers(self) -> dict[str, str]:
         """What every request to the engine bears."""
         return {"Authorization": f"Bearer {self._key}"}

@@ -14,12 +14,16 @@ from typing import Any
 
 import numpy as np
 
+from rewarm.adapters.llama import converted
 from rewarm.adapters.llama.engine import Engine, Refused
 from rewarm.adapters.llama.slots import NO_TOKENS, Tokens, n_common
 from rewarm.state.reason import Reason
 
 CHAT = frozenset({"/v1/chat/completions", "/chat/completions"})
 TEXT = frozenset({"/v1/completions", "/completions", "/completion"})
+CONVERTED = converted.ROUTES
+READ = CHAT | TEXT | CONVERTED.keys()
+"""Routes whose requests can be read."""
 
 _SYSTEM_ROLES = ("system", "developer")
 _PROBES = tuple({"role": "user", "content": text} for text in ("Hello", "1 + 1 = ?"))
@@ -72,7 +76,7 @@ class Prompts:
         self._systems: OrderedDict[str, Tokens] = OrderedDict()
 
     def read(self, path: str, body: Mapping[str, Any]) -> Prompt:
-        """The prompt of a request to `path`, which is one of `CHAT` or `TEXT`.
+        """The prompt of a request to `path`, which is one of `READ`.
 
         Raises:
             EngineGone: the engine ended.
@@ -84,7 +88,11 @@ class Prompts:
         if _number(body.get("n"), 1) != 1 or _number(body.get("n_cmpl"), 1) != 1:
             return uncached("Requests for several replies at once are served uncached.")
         try:
+            if path in CONVERTED:
+                return self._chat(CONVERTED[path].convert(body))
             return self._chat(body) if path in CHAT else self._text(body)
+        except converted.NotConverted as error:
+            return uncached(f"This request is served uncached: {error}.")
         except Refused as error:
             # The server will say the same of the request itself.
             return uncached(f"The server cannot read this prompt: {error}")

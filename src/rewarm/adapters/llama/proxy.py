@@ -1,31 +1,28 @@
 """The worker's HTTP face: llama-server's own API, at its own port, with the cache in front of completions.
 
-Everything else is passed on as it is, streams included. Knows routes, headers and keys; what is restored and
-saved is the seam's.
+Everything else is passed on as it is, streams included. Knows routes and headers; what is restored and saved
+is the seam's.
 """
 
 from __future__ import annotations
 
-import contextlib
-import hmac
 import http.client
 import json
 import logging
-import select
-import socket
-import threading
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterable
 from http import HTTPStatus
-from http.server import BaseHTTPRequestHandler
 from typing import Any
 
 from rewarm.adapters.llama import replies
 from rewarm.adapters.llama.engine import EngineGone
-from rewarm.adapters.llama.prompts import CHAT, NOT_READ, TEXT, what_taints
+from rewarm.adapters.llama.face import Access, Face, is_gone, lines, pieces, watching
+from rewarm.adapters.llama.prompts import CHAT, CONVERTED, NOT_READ, READ, TEXT, what_taints
 from rewarm.adapters.llama.runner import Runner
-from rewarm.adapters.llama.seam import Tier, Turn
-from rewarm.errors import EngineError
+from rewarm.adapters.llama.seam import Tier
+from rewarm.adapters.llama.turns import Asked, Mode, Turn, read_headers
+from rewarm.errors import EngineError, RewarmError
+
+__all__ = ["Access", "Handler"]
 
 log = logging.getLogger(__name__)
 
@@ -40,9 +37,6 @@ HOP_BY_HOP = frozenset(
 NOT_PASSED_ON = HOP_BY_HOP | {"host", "authorization", "x-api-key", "expect"}
 """Of the client's headers: the engine has a key of its own."""
 
-PUBLIC = frozenset({"/", "/health", "/v1/health", "/models", "/v1/models", "/index.html"})
-"""Paths for which llama-server asks for no key."""
-
 HARMLESS = frozenset(
     {
         *("/tokenize", "/detokenize", "/apply-template", "/props", "/tools", "/v1/messages/count_tokens"),
@@ -52,27 +46,10 @@ HARMLESS = frozenset(
 )
 """Requests with a body that use no slot."""
 
-_MAX_BODY_NBYTES = 1 << 30
-_DRAIN_NBYTES = 1 << 20
-_PIECE_NBYTES = 1 << 16
+_FLUSH_S = 30.0
 
 
-@dataclass(frozen=True, slots=True)
-class Access:
-    """Who may ask.
-
-    Attributes:
-        secret: of the gateway that started this worker; then nobody else may, and browsers are told nothing.
-        keys: the user's `--api-key`s; empty when none is asked for.
-        prefix: before every path (`--api-prefix`).
-    """
-
-    secret: str | None = None
-    keys: frozenset[str] = frozenset()
-    prefix: str = ""
-
-
-class Handler(BaseHTTPRequestHandler):
+class Handler(Face):
     """Answers one connection.
 
     Args:
@@ -80,16 +57,12 @@ class Handler(BaseHTTPRequestHandler):
         access: who may ask.
     """
 
-    protocol_version = "HTTP/1.1"
-
     def __init__(self, runner: Runner, access: Access, *args: Any) -> None:
         self._runner = runner
-        self._access = access
-        self._answered = self._chunked = False
-        # The base class answers the request inside its constructor.
-        super().__init__(*args)
+        self._chunked = False
+        super().__init__(access, *args)
 
-    def do_GET(self) -> None:
+    def do_GET(self) -> None:  # noqa: N802 - the base class' name
         """Answer any request; the other methods are the same function."""
         self._answered = self._chunked = False
         try:
@@ -102,16 +75,6 @@ class Handler(BaseHTTPRequestHandler):
 
     do_POST = do_PUT = do_DELETE = do_OPTIONS = do_HEAD = do_PATCH = do_GET  # noqa: N815 - the base class' names
 
-    def log_message(self, format: str, *args: Any) -> None:  # noqa: A002 - the base class' name
-        """Log a request's line, but not the health checks that come several times a second."""
-        if self.path != "/health":
-            log.debug("%s", format % args)
-
-    @property
-    def _route(self) -> str:
-        """The path without the user's prefix and the query."""
-        return self.path.partition("?")[0].removeprefix(self._access.prefix)
-
     def _answer(self) -> None:
         body = self._read_body()
         if body is None:
@@ -121,104 +84,155 @@ class Handler(BaseHTTPRequestHandler):
             self._refuse()
         elif route in ("/health", "/v1/health") and self.command in ("GET", "HEAD"):
             self._tell_health()
+        elif route.startswith("/rewarm/"):
+            self._control(route, body)
         elif route.startswith("/slots/") and self.command == "POST" and self._runner.caches:
             message = "The slots of this server are saved and restored by rewarm (--rewarm-off gives them back)."
             self._send_json(HTTPStatus.NOT_IMPLEMENTED, replies.error(message, "not_supported_error", 501))
         else:
-            tier = self._runner.ensure()
-            asked = _as_object(body) if self.command == "POST" and route in CHAT | TEXT else None
-            if asked is not None and tier.is_cached:
-                self._complete(tier, route, asked)
-            elif self.command == "POST" and route not in HARMLESS:
-                self._pass_unpinned(tier, route, body)
-            else:
-                self._pass(body, None)
+            self._ask_engine(route, body)
 
-    def _complete(self, tier: Tier, route: str, asked: dict[str, Any]) -> None:
+    def _ask_engine(self, route: str, body: bytes) -> None:
+        try:
+            asked = read_headers(self.headers.get, trusted=self._is_gateway)
+        except ValueError as error:
+            self._send_json(HTTPStatus.BAD_REQUEST, replies.error(str(error), "invalid_request_error", 400))
+            return
+        tier = self._runner.ensure()
+        wanted = _as_object(body) if self.command == "POST" and route in READ else None
+        if wanted is not None and tier.is_cached and (route not in CONVERTED or self._is_ours_to_choose(tier, route)):
+            self._complete(tier, route, wanted, asked)
+        elif self.command == "POST" and route not in HARMLESS:
+            self._pass_unpinned(tier, route, body, asked)
+        else:
+            self._pass(body, None)
+
+    def _is_ours_to_choose(self, tier: Tier, route: str) -> bool:
+        """Whether a request that the server converts inside runs in a slot that we know."""
+        return CONVERTED[route].keeps_slot or len(tier.pool) == 1
+
+    def _complete(self, tier: Tier, route: str, wanted: dict[str, Any], asked: Asked) -> None:
         """A completion: restore, ask, tell what the cache did, have the slot saved."""
-        prompt = self._runner.prompts.read(route, asked)
-        several = any(_is_several(asked.get(name)) for name in ("n", "n_cmpl"))
+        prompt = self._runner.prompts.read(route, wanted)
+        several = any(_is_several(wanted.get(name)) for name in ("n", "n_cmpl"))
         if several:
-            tier.before_unpinned()
-        wanted = asked.get("id_slot")
-        turn = tier.begin(prompt, wanted if type(wanted) is int and wanted >= 0 else None)
+            tier.before_unpinned(asked)
+        number = wanted.get("id_slot")
+        turn = tier.begin(prompt, number if type(number) is int and number >= 0 else None, asked)
         try:
             if turn.slot is not None:
-                asked["id_slot"] = turn.slot.id
-                asked.setdefault("cache_prompt", True)
+                wanted["id_slot"] = turn.slot.id
+                wanted.setdefault("cache_prompt", True)
+            if turn.from_scratch:
+                wanted["cache_prompt"] = False
             turn.sent = True
-            self._pass(json.dumps(asked, ensure_ascii=False).encode(), turn)
+            self._send_on(wanted, turn, route)
         finally:
             tier.end(turn)
             if several:
-                tier.after_unpinned(prompt.taint)
+                tier.after_unpinned(asked, prompt.taint)
             self._runner.served()
 
-    def _pass_unpinned(self, tier: Tier, route: str, body: bytes) -> None:
+    def _send_on(self, wanted: dict[str, Any], turn: Turn, route: str) -> None:
+        """Send a completion; of a stream, the build tells how far the prompt's evaluation has come."""
+        asks_itself = wanted.get("return_progress") is True
+        if wanted.get("stream") is True and route in CHAT | TEXT:
+            wanted["return_progress"] = True
+        with self._runner.following(turn):
+            self._pass(json.dumps(wanted, ensure_ascii=False).encode(), turn, shows_progress=asks_itself)
+
+    def _pass_unpinned(self, tier: Tier, route: str, body: bytes, asked: Asked) -> None:
         """A request that uses a slot which the server chooses, or that changes how it computes."""
-        if route in CHAT | TEXT:
-            # Without a cache only the report is added.
-            turn = Turn(NOT_READ, reason=tier.why_not[0], detail=tier.why_not[1])
-            self._pass(body, turn)
-            return
         if route == "/lora-adapters":
             tier.identity_changed()
             self._pass(body, None)
             return
-        taint = what_taints(_as_object(body) or {})
-        tier.before_unpinned()
+        wanted = _as_object(body)
+        if route in CHAT | TEXT and not tier.is_cached:
+            self._pass_uncached(tier, body, wanted, asked)
+            return
+        taint = what_taints(wanted or {})
+        tier.before_unpinned(asked)
+        # What the server converts inside tells its usage all the same.
+        turn = (
+            Turn(NOT_READ, asked, reason=CONVERTED[route].reason, detail=CONVERTED[route].why_not)
+            if (route in CONVERTED)
+            else None
+        )
         try:
-            self._pass(body, None)
+            self._pass(body, turn)
         finally:
-            tier.after_unpinned(taint)
+            tier.after_unpinned(asked, taint)
+            self._runner.served()
+
+    def _pass_uncached(self, tier: Tier, body: bytes, wanted: dict[str, Any] | None, asked: Asked) -> None:
+        """Without a cache only the report is added; and what is nobody else's is kept apart from others."""
+        turn = Turn(NOT_READ, asked, reason=tier.why_not[0], detail=tier.why_not[1])
+        is_off = asked.mode is Mode.OFF
+        if wanted is not None and (is_off or asked.tenant):
+            wanted["cache_prompt"] = False
+            if is_off:
+                wanted["id_slot"] = 0
+            body = json.dumps(wanted, ensure_ascii=False).encode()
+        try:
+            with self._runner.following(turn):
+                self._pass(body, turn)
+        finally:
+            if is_off:
+                tier.wipe(0)
 
     # To the engine and back.
 
-    def _pass(self, body: bytes, turn: Turn | None) -> None:
+    def _pass(self, body: bytes, turn: Turn | None, *, shows_progress: bool = True) -> None:
         """Send the request to the engine and its answer to the client, through `replies` where there is a turn."""
         engine = self._runner.engine
         # What is read on the way must not be compressed.
         left_out = NOT_PASSED_ON if turn is None else NOT_PASSED_ON | {"accept-encoding"}
-        headers = {name: value for name, value in self.headers.items() if name.lower() not in left_out}
+        headers = {
+            name: value
+            for name, value in self.headers.items()
+            if name.lower() not in left_out and not name.lower().startswith("x-rewarm-")
+        }
         path = self.path.removeprefix(self._access.prefix)
         has_body = bool(body) or self.command in ("POST", "PUT", "PATCH")
         connection = engine.connect()
         try:
             connection.connect()
-            with _watching(self.connection, connection.sock):
+            with watching(self.connection, connection.sock):
                 engine.send(connection, self.command, path, body if has_body else None, headers)
                 response = connection.getresponse()
                 if turn is not None:
                     turn.status = response.status
-                self._send(response, turn if response.status == HTTPStatus.OK else None)
+                ours = turn if response.status == HTTPStatus.OK else None
+                self._send(response, ours, shows_progress=shows_progress)
         except (BrokenPipeError, ConnectionResetError, ConnectionRefusedError, http.client.HTTPException) as error:
-            if _is_gone(self.connection):
+            if is_gone(self.connection):
                 raise BrokenPipeError from error
             raise EngineGone(f"The engine ended in the middle of the request ({type(error).__name__}).") from error
         finally:
             connection.close()
 
-    def _send(self, response: http.client.HTTPResponse, turn: Turn | None) -> None:
+    def _send(self, response: http.client.HTTPResponse, turn: Turn | None, *, shows_progress: bool) -> None:
         kind = response.getheader("Content-Type", "")
         if turn is not None and kind.startswith("application/json"):
             raw = replies.whole(turn, response.read())
             self._head(response, len(raw))
             self._write(raw)
         elif turn is not None and kind.startswith("text/event-stream"):
-            self._stream(response, replies.events(turn, _lines(response)))
+            self._stream(response, replies.events(turn, lines(response), shows_progress=shows_progress))
         elif response.length is not None or self.command == "HEAD":
             length = response.getheader("Content-Length")
             self._head(response, int(length) if length else 0)
-            for piece in _pieces(response):
+            for piece in pieces(response):
                 self._write(piece)
         else:
-            self._stream(response, _pieces(response))
+            self._stream(response, pieces(response))
 
-    def _stream(self, response: http.client.HTTPResponse, pieces: Iterable[bytes]) -> None:
+    def _stream(self, response: http.client.HTTPResponse, found: Iterable[bytes]) -> None:
         """An answer of unknown length, each piece as soon as it is there."""
         chunked = self.request_version != "HTTP/1.0"
         self._head(response, None, chunked=chunked)
-        for piece in pieces:
+        for piece in found:
             self._write(b"%x\r\n%b\r\n" % (len(piece), piece) if chunked else piece)
         if chunked:
             self._write(b"0\r\n\r\n")
@@ -261,28 +275,30 @@ class Handler(BaseHTTPRequestHandler):
         except OSError:
             self.close_connection = True
 
-    def _write(self, raw: bytes) -> None:
-        if self.command != "HEAD":
-            self.wfile.write(raw)
+    # What is told without the engine.
 
-    # Who asks, and what is told without the engine.
-
-    def _may_ask(self, route: str) -> bool:
-        access = self._access
-        given = self.headers.get("Authorization", "").removeprefix("Bearer ")
-        if access.secret is not None:
-            return _same(given, access.secret)
-        if not access.keys or route in PUBLIC or self.command == "OPTIONS":
-            return True
-        others = (given, self.headers.get("X-Api-Key", ""))
-        return any(_same(key, one) for key in access.keys for one in others)
-
-    def _refuse(self) -> None:
-        if self._access.secret is not None:
-            message = "This worker answers the rewarm gateway only: the Authorization header is missing or wrong."
-        else:
-            message = "Invalid API Key"
-        self._send_json(HTTPStatus.UNAUTHORIZED, replies.error(message, "authentication_error", 401))
+    def _control(self, route: str, body: bytes) -> None:
+        """What the gateway orders; nobody else may."""
+        if not self._is_gateway:
+            self._refuse()
+            return
+        asked = (self.command, route)
+        try:
+            if asked == ("POST", "/rewarm/cache"):
+                found = self._runner.use_folder((_as_object(body) or {})["dir"])
+            elif asked == ("POST", "/rewarm/flush"):
+                found = {"flushed": self._runner.flush(_FLUSH_S)}
+            elif asked == ("GET", "/rewarm/stats"):
+                found = self._runner.stats()
+            else:
+                message = "There is no such order."
+                self._send_json(HTTPStatus.NOT_FOUND, replies.error(message, "not_found_error", 404))
+                return
+        except (KeyError, TypeError, OSError, RewarmError) as error:
+            message = f"This cannot be done: {error}. The cache in use stays as it is."
+            self._send_json(HTTPStatus.CONFLICT, replies.error(message, "invalid_request_error", 409))
+            return
+        self._send_json(HTTPStatus.OK, found)
 
     def _tell_health(self) -> None:
         if self._runner.is_ready:
@@ -291,56 +307,6 @@ class Handler(BaseHTTPRequestHandler):
         self._runner.ensure_soon()
         message = self._runner.failure or "Loading model"
         self._send_json(HTTPStatus.SERVICE_UNAVAILABLE, replies.error(message, "unavailable_error", 503))
-
-    def _read_body(self) -> bytes | None:
-        """The request's body; None, with the answer sent, when it cannot be read."""
-        if self.headers.get("Transfer-Encoding", "").lower() == "chunked":
-            body = self._read_chunks()
-        else:
-            length = self.headers.get("Content-Length", "0")
-            body = self._read_length(int(length)) if length.isdecimal() else None
-        if body is None:
-            self.close_connection = True
-            message = "The request's body cannot be read: it has no valid length, or more than 1 GiB."
-            self._send_json(HTTPStatus.BAD_REQUEST, replies.error(message, "invalid_request_error", 400))
-        return body
-
-    def _read_length(self, length: int) -> bytes | None:
-        if length > _MAX_BODY_NBYTES:
-            return None
-        if not self._may_ask(self._route):
-            # Read a part of it, so that the client sees the answer and not a broken connection.
-            self.close_connection = self.close_connection or length > _DRAIN_NBYTES
-            length = min(_DRAIN_NBYTES, length)
-        return self.rfile.read(length)
-
-    def _read_chunks(self) -> bytes | None:
-        limit = _MAX_BODY_NBYTES if self._may_ask(self._route) else _DRAIN_NBYTES
-        pieces: list[bytes] = []
-        try:
-            while size := int(self.rfile.readline(64).partition(b";")[0], 16):
-                limit -= size
-                if size < 0 or limit < 0:
-                    return None
-                pieces.append(self.rfile.read(size))
-                self.rfile.readline(4)
-            while self.rfile.readline(1024).strip():
-                pass  # trailers
-        except ValueError:
-            return None
-        return b"".join(pieces)
-
-    def _send_json(self, status: HTTPStatus, body: dict[str, Any]) -> None:
-        raw = json.dumps(body, ensure_ascii=False).encode()
-        self.send_response_only(status)
-        self.send_header("Content-Type", "application/json; charset=utf-8")
-        self.send_header("Content-Length", str(len(raw)))
-        if self.close_connection:
-            self.send_header("Connection", "close")
-        self.log_request(status)
-        self.end_headers()
-        self._answered = True
-        self._write(raw)
 
 
 def _as_object(body: bytes) -> dict[str, Any] | None:
@@ -354,59 +320,3 @@ def _as_object(body: bytes) -> dict[str, Any] | None:
 
 def _is_several(n: Any) -> bool:
     return isinstance(n, int) and n > 1
-
-
-def _same(given: str, wanted: str) -> bool:
-    return hmac.compare_digest(given.encode("utf-8", "replace"), wanted.encode("utf-8", "replace"))
-
-
-def _pieces(response: http.client.HTTPResponse) -> Iterator[bytes]:
-    """A body as it arrives; an engine that breaks it off is told from its end.
-
-    Raises:
-        HTTPException: it was broken off.
-    """
-    while piece := response.read1(_PIECE_NBYTES):
-        yield piece
-    if response.length:
-        raise http.client.IncompleteRead(b"", response.length)
-
-
-def _lines(response: http.client.HTTPResponse) -> Iterator[bytes]:
-    """A stream by its lines, ends included."""
-    rest = b""
-    for piece in _pieces(response):
-        *lines, rest = (rest + piece).split(b"\n")
-        yield from (line + b"\n" for line in lines)
-    if rest:
-        yield rest
-
-
-def _is_gone(client: socket.socket) -> bool:
-    """Whether a client has closed its side."""
-    try:
-        ready, _, _ = select.select([client], [], [], 0)
-        return bool(ready) and client.recv(1, socket.MSG_PEEK) == b""
-    except (OSError, ValueError):
-        return True
-
-
-@contextlib.contextmanager
-def _watching(client: socket.socket, engine: socket.socket) -> Iterator[None]:
-    """Hang up on the engine when the client goes away, so that it stops computing for nobody."""
-    over, done = socket.socketpair()
-
-    def watch() -> None:
-        with contextlib.suppress(OSError, ValueError):
-            ready, _, _ = select.select([client, over], [], [])
-            if over not in ready and client.recv(1, socket.MSG_PEEK) == b"":
-                engine.shutdown(socket.SHUT_RDWR)
-
-    watcher = threading.Thread(target=watch, name="rewarm-watch", daemon=True)
-    watcher.start()
-    try:
-        yield
-    finally:
-        done.close()
-        watcher.join()
-        over.close()

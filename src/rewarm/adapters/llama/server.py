@@ -19,8 +19,9 @@ import platformdirs
 
 from rewarm.adapters.llama import flags
 from rewarm.adapters.llama.engine import Program, find_program
+from rewarm.adapters.llama.face import Access
 from rewarm.adapters.llama.flags import Flags, UnusableFlags
-from rewarm.adapters.llama.proxy import Access, Handler
+from rewarm.adapters.llama.proxy import Handler
 from rewarm.adapters.llama.raw_folder import RawFolder
 from rewarm.adapters.llama.runner import Runner
 from rewarm.adapters.worker_process import (
@@ -75,7 +76,9 @@ def serve(program: Program, given: Flags, options: argparse.Namespace) -> NoRetu
     defeated = flags.what_defeats(given)
     server = listen(given.value("--host", _HOST), given.number("--port", _PORT), lambda *a: Handler(runner, access, *a))
     cache, why_not = (None, (Reason.DISABLED, defeated)) if defeated else open_cache(options)
-    raw = RawFolder(platformdirs.user_cache_path("rewarm") / "raw") if cache is not None else None
+    # A gateway may give a worker a cache later.
+    has_slots = not defeated and (cache is not None or access.secret is not None)
+    raw = RawFolder(platformdirs.user_cache_path("rewarm") / "raw") if has_slots else None
     runner = Runner(program, given, cache, why_not, raw)
     over = threading.Event()
     failures: list[str] = []
@@ -98,12 +101,12 @@ def serve(program: Program, given: Flags, options: argparse.Namespace) -> NoRetu
     threading.Thread(target=start, name="rewarm-start", daemon=True).start()
     server.serve_forever(poll_interval=0.05)
     server.server_close()
-    deadline = time.monotonic() + SHUTDOWN_S
+    stop_timeout_s = float(getattr(options, "rewarm_stop_timeout", SHUTDOWN_S))
+    deadline = time.monotonic() + stop_timeout_s
     if failures:
         print(f"rewarm llama-server: {failures[0]}", file=sys.stderr)  # noqa: T201
-    runner.close(deadline - 1.0)
-    if cache is not None:
-        cache.close(timeout=max(0.5, deadline - time.monotonic()))
+    runner.close(deadline - min(1.0, stop_timeout_s / 4))
+    runner.close_cache(max(0.5, deadline - time.monotonic()))
     runner.end()
     logging.shutdown()
     sys.stdout.flush()

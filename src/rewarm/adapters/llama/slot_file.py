@@ -127,12 +127,12 @@ def parse(data: memoryview) -> SlotFile:
 
 
 def parse_tokens(data: memoryview) -> Ints:
-    """The token list alone, -1 for each token of a media chunk: also of files whose state has an unknown layout.
+    """The token list alone, -1 for each token of a media chunk: also of files of another version or layout.
 
     Raises:
-        UnknownLayout: magic, version or the list is not known.
+        UnknownLayout: magic or the list is not known.
     """
-    return _read_head(data)[1]
+    return _read_head(data, any_version=True)[1]
 
 
 def parse_partial(data: memoryview, version: int) -> Memory:
@@ -190,13 +190,13 @@ def _has_cells(memory: Memory) -> bool:
     return any(s is not None for s in streams) or (memory.recurrent is not None and len(memory.recurrent.positions) > 0)
 
 
-def _read_head(data: memoryview) -> tuple[int, Ints, bool, tuple[Media, ...], int]:
+def _read_head(data: memoryview, *, any_version: bool = False) -> tuple[int, Ints, bool, tuple[Media, ...], int]:
     """Version, tokens, whether their list has a header, media, and where the state begins."""
     reader = _Reader(data)
     magic, version, n_listed = reader.numbers(_HEADER)
     if magic != FILE_MAGIC:
         raise UnknownLayout(f"is no slot file: begins with {magic:#010x}")
-    if version not in VERSIONS:
+    if version not in VERSIONS and not any_version:
         raise UnknownLayout(f"is of version {version}, and only {VERSIONS} are known")
     listed = reader.run(n_listed * 4)
     wrapped = n_listed > 0 and int.from_bytes(listed[:4], "little", signed=True) == NO_TOKEN

@@ -59,12 +59,13 @@ class SlotFiles:
 
     Attributes:
         n_streams: streams of the server's cache, as its slot files tell.
+        nbytes_per_token: of a slot's file, as far as that is known.
     """
 
     def __init__(self, engine: Engine, raw: RawFolder, n_swa: int) -> None:
         self.n_streams = 1
         self._least = (0, 0)
-        self._nbytes_per_token = 0.0
+        self.nbytes_per_token = 0.0
         self._engine = engine
         self._raw = raw
         self._n_swa = n_swa
@@ -77,7 +78,7 @@ class SlotFiles:
             NoRoom: the folder is too small for it now.
             EngineGone, Refused: the server did not.
         """
-        if not self._raw.has_room(self._least[1] + int(n_tokens * self._nbytes_per_token)):
+        if not self._raw.has_room(self._least[1] + int(n_tokens * self.nbytes_per_token)):
             raise NoRoom
         name = self._raw.new_name()
         start = time.perf_counter()
@@ -94,8 +95,8 @@ class SlotFiles:
     def read(self, file: RawFile) -> CodecState | None:
         """The states in a raw file, which is removed; None when it holds none that are usable."""
         try:
-            return self._read(self._raw.path / file.name, file.n_tokens)
-        except (OSError, ValueError) as error:
+            return self._read(self._raw.path / file.name, file)
+        except (OSError, ValueError, UnknownLayout) as error:
             self._tell(f"a slot that the server saved cannot be read: {error}")
             return None
         finally:
@@ -151,40 +152,28 @@ class SlotFiles:
         whole = codec.whole_file(state)
         return [whole] if whole is not None else codec.from_state(state, tokens, n_streams=self.n_streams)
 
-    def _read(self, path: Path, n_tokens: int) -> CodecState | None:
+    def _read(self, path: Path, file: RawFile) -> CodecState | None:
         with path.open("rb") as stream:
             data = memoryview(mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ))
+        if len(data) < file.nbytes:
+            self._tell(f"a slot file has {len(data)} bytes where the server says {file.nbytes}; it is not stored")
+            return None
         n_least, nbytes_least = self._least
-        if n_tokens > n_least:
+        if file.n_tokens > n_least:
             # A recurrent state is large and does not grow: what grows is counted apart.
-            growth = (len(data) - nbytes_least) / (n_tokens - n_least)
-            self._nbytes_per_token = max(self._nbytes_per_token, growth)
+            growth = (len(data) - nbytes_least) / (file.n_tokens - n_least)
+            self.nbytes_per_token = max(self.nbytes_per_token, growth)
         try:
             slot = slot_file.parse(data)
             return codec.to_state(slot, self._n_swa) if len(slot.tokens) else None
         except UnknownLayout as error:
             self._tell(f"this model's slot files are kept whole, usable at their own length only: {error}")
-        tokens = leading_tokens(data)
-        if tokens is None:
-            return None
-        return CodecState(tokens, codec.opaque_state(data, len(tokens)))
+        tokens = slot_file.parse_tokens(data).astype(np.int64)
+        # Media need their descriptions, which are read with the state only.
+        plain = len(tokens) > 0 and bool((tokens >= 0).all())
+        return CodecState(tokens, codec.opaque_state(data, len(tokens))) if plain else None
 
     def _tell(self, what: str) -> None:
         if what not in self._told:
             self._told.add(what)
             log.warning("rewarm: %s", what)
-
-
-def leading_tokens(data: memoryview) -> Tokens | None:
-    """The token list at the head of a slot file whose state is not understood; None where it is not plain."""
-    head = np.frombuffer(data[:12], "<u4") if len(data) >= 12 else np.zeros(3, "<u4")
-    n = int(head[2])
-    if int(head[0]) != 0x67677371 or len(data) < 12 + 4 * n:
-        return None
-    words = np.frombuffer(data[12 : 12 + 4 * n], "<i4").astype(np.int64)
-    if len(words) and words[0] == -1:
-        # The list of b11549: -1, version, count, tokens, number of media chunks.
-        if len(words) < 4 or words[1] != 1 or words[2] != len(words) - 4 or words[-1] != 0:
-            return None
-        words = words[3:-1]
-    return words if len(words) and (words >= 0).all() else None

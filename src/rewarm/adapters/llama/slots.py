@@ -31,6 +31,8 @@ class Slot:
         dirty: whether it holds something that is not saved.
         tainted: why its cells may not be what its token list says; "" when they are.
         n_system: where the system prompt of its tokens ends, if that is known.
+        label: the conversation's name, for what is saved of it; or None.
+        tenant: whose it is; None where that is not known: it is erased before anybody uses it.
         held: in use by a request.
         saving: in use by a save, which ends soon.
         last_used: rises with every use.
@@ -43,6 +45,8 @@ class Slot:
     dirty: bool = False
     tainted: str = ""
     n_system: int = 0
+    label: str | None = None
+    tenant: bytes | None = b""
     held: bool = False
     saving: bool = False
     last_used: int = 0
@@ -52,6 +56,7 @@ class Slot:
         """It holds nothing, as far as we know."""
         self.version += 1
         self.live, self.points, self.dirty, self.tainted, self.n_system = NO_TOKENS, (), False, "", 0
+        self.label = None
 
     def usable(self, tokens: Tokens, cut_anywhere: bool) -> int:  # noqa: FBT001 - a property of the model
         """How many of `tokens` the server can reuse from what the slot holds."""
@@ -74,6 +79,9 @@ class SlotPool:
     Args:
         n_slots: how many the server has.
         cut_anywhere: whether the model's states may be cut at any token.
+
+    Attributes:
+        last_release: rises whenever a request gives a slot back.
     """
 
     def __init__(self, n_slots: int, *, cut_anywhere: bool = True) -> None:
@@ -81,6 +89,8 @@ class SlotPool:
         self._slots = [Slot(number) for number in range(n_slots)]
         self._changed = threading.Condition()
         self._clock = 0
+        self._n_waiting = 0
+        self.last_release = 0
 
     def __len__(self) -> int:
         return len(self._slots)
@@ -92,12 +102,14 @@ class SlotPool:
                 slot.forget()
                 slot.tainted = taint
 
-    def forget_idle(self, taint: str) -> None:
-        """Nothing is known of what idle slots hold: something that is not followed here may have used them."""
+    def forget_idle(self, taint: str, tenant: bytes = b"") -> None:
+        """Nothing is known of what idle slots hold: a request of `tenant`, not followed here, may have used them."""
         with self._changed:
             for slot in self._slots:
                 if not slot.held:
                     slot.forget()
+                if slot.tenant != tenant:
+                    slot.tenant = None
                 if taint:
                     slot.tainted = taint
 
@@ -106,7 +118,19 @@ class SlotPool:
         """How many slots requests use now."""
         return sum(slot.held for slot in self._slots)
 
-    def take(self, tokens: Tokens, n_stored: int, wanted: int | None = None, timeout_s: float | None = None) -> Slot:
+    @property
+    def n_waiting(self) -> int:
+        """How many requests wait for one."""
+        return self._n_waiting
+
+    def take(
+        self,
+        tokens: Tokens,
+        n_stored: int,
+        wanted: int | None = None,
+        timeout_s: float | None = None,
+        tenant: bytes = b"",
+    ) -> Slot:
         """The slot that fits `tokens` best, held for the caller until `release`.
 
         The one that holds most of the prompt, unless that would lose another conversation for something that
@@ -117,29 +141,38 @@ class SlotPool:
             n_stored: how many of its tokens could be restored.
             wanted: the only slot that will do, as the client asks.
             timeout_s: how long to wait for one.
+            tenant: whose the prompt is: what a slot holds of others is nothing to it.
 
         Raises:
             TimeoutError: all were in use for that long.
         """
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
         with self._changed:
-            while True:
-                slot = self._best(tokens, n_stored, wanted)
-                if slot is not None and not slot.saving:
-                    slot.held = True
-                    self._clock += 1
-                    slot.last_used = self._clock
-                    slot.version += 1
-                    return slot
-                left = None if deadline is None else deadline - time.monotonic()
-                if left is not None and left <= 0:
-                    raise TimeoutError("all slots are in use")
-                self._changed.wait(left)
+            self._n_waiting += 1
+            try:
+                while True:
+                    slot = self._best(tokens, n_stored, wanted, tenant)
+                    if slot is not None and not slot.saving:
+                        return self._hold(slot)
+                    left = None if deadline is None else deadline - time.monotonic()
+                    if left is not None and left <= 0:
+                        raise TimeoutError("all slots are in use")
+                    self._changed.wait(left)
+            finally:
+                self._n_waiting -= 1
+
+    def _hold(self, slot: Slot) -> Slot:
+        slot.held = True
+        self._clock += 1
+        slot.last_used = self._clock
+        slot.version += 1
+        return slot
 
     def release(self, slot: Slot) -> None:
         """Give a slot back."""
         with self._changed:
             slot.held = False
+            self.last_release += 1
             self._changed.notify_all()
 
     def learn(self, slot: Slot, version: int, live: Tokens, points: tuple[int, ...]) -> None:
@@ -190,14 +223,17 @@ class SlotPool:
                     slot.saving = False
                     self._changed.notify_all()
 
-    def _best(self, tokens: Tokens, n_stored: int, wanted: int | None) -> Slot | None:
+    def _best(self, tokens: Tokens, n_stored: int, wanted: int | None, tenant: bytes) -> Slot | None:
         if wanted is not None:
             slot = self._slots[wanted % len(self._slots)]
             return None if slot.held else slot
         idle = [slot for slot in self._slots if not slot.held]
         if not idle:
             return None
-        fits = {slot.id: 0 if slot.tainted else slot.usable(tokens, self.cut_anywhere) for slot in idle}
+        fits = {
+            slot.id: 0 if slot.tainted or slot.tenant != tenant else slot.usable(tokens, self.cut_anywhere)
+            for slot in idle
+        }
         # Going on with what a slot holds loses little of it.
         going_on = [slot for slot in idle if fits[slot.id] * 2 >= len(slot.live) and fits[slot.id]]
         best = max(going_on or idle, key=lambda slot: (fits[slot.id], -slot.last_used))

@@ -1,0 +1,152 @@
+"""One request on its way through the engine: what it may use and leave behind, and what became of it.
+
+Values and their arithmetic; asks no server and no store.
+"""
+
+from __future__ import annotations
+
+import enum
+import re
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from rewarm.adapters.llama.prompts import Prompt
+from rewarm.adapters.llama.slots import Slot
+from rewarm.adapters.reports import Report
+from rewarm.state.reason import Reason
+
+_LABEL = re.compile(r"[A-Za-z0-9._:-]{1,128}")
+_MAX_TENANT_NBYTES = 64
+_ENOUGH_TOKENS = 16
+
+
+class Mode(enum.StrEnum):
+    """What a request may do with the cache: the values of the header `X-Rewarm-Cache`."""
+
+    ON = "on"
+    READ_ONLY = "read-only"
+    OFF = "off"
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """What a request's headers ask of the cache.
+
+    Attributes:
+        mode: what it may do.
+        label: the conversation's name, which becomes the entries' label; or None.
+        tenant: whose it is; nothing is shared between tenants.
+    """
+
+    mode: Mode = Mode.ON
+    label: str | None = None
+    tenant: bytes = b""
+
+
+def read_headers(header: Callable[[str], str | None], *, trusted: bool) -> Asked:
+    """What the `X-Rewarm-` headers of a request ask for.
+
+    Args:
+        header: looks one up by its name.
+        trusted: whether the gateway sent it: the tenant is its to tell, and ignored from anybody else.
+
+    Raises:
+        ValueError: a header makes no sense; says which, and what it may be.
+    """
+    mode, label, tenant = (header(f"X-Rewarm-{name}") for name in ("Cache", "Conversation", "Tenant"))
+    if mode is not None and mode not in set(Mode):
+        raise ValueError(f"X-Rewarm-Cache is on, read-only or off, not {mode!r}")
+    if label is not None and _LABEL.fullmatch(label) is None:
+        raise ValueError("X-Rewarm-Conversation is 1 to 128 letters, digits and any of . _ : -")
+    owner = b""
+    if trusted and tenant is not None:
+        try:
+            owner = bytes.fromhex(tenant)
+        except ValueError:
+            raise ValueError("X-Rewarm-Tenant is a hexadecimal number") from None
+        if len(owner) > _MAX_TENANT_NBYTES:
+            raise ValueError(f"X-Rewarm-Tenant has at most {_MAX_TENANT_NBYTES} bytes")
+    return Asked(Mode(mode or Mode.ON), label, owner)
+
+
+def _no_stall() -> float:
+    return 0.0
+
+
+@dataclass(slots=True, eq=False)
+class Turn:
+    """One request on its way through the engine.
+
+    Attributes:
+        prompt: of the request.
+        asked: what it may do with the cache.
+        slot: held for it; None where the server chooses.
+        n_disk: tokens that were restored for it.
+        n_memory: tokens that the slot held before.
+        n_ours: tokens that were evaluated for it by a request of our own: not reused.
+        reason: why not more.
+        detail: the same as a sentence.
+        restore_s: seconds spent on finding and restoring.
+        token_s: seconds that the prefill of one token takes, as measured before; 0 where it is not known.
+        keeps: whether what it leaves may be saved.
+        from_scratch: whether the server must reuse nothing of the slot.
+        stalled: tells for how many seconds saves of other slots have made the server stand still meanwhile.
+        sent: whether the engine has been asked.
+        status: of the engine's answer; 0 before there is one.
+        timings: the engine's own, from the end of the reply.
+        truncated: whether the reply ran out of context.
+        progress: prompt tokens that were evaluated or reused so far, and all, as a build reports it.
+        began: when, by `time.monotonic`.
+    """
+
+    prompt: Prompt
+    asked: Asked = Asked()
+    slot: Slot | None = None
+    n_disk: int = 0
+    n_memory: int = 0
+    n_ours: int = 0
+    reason: Reason = Reason.NOTHING_STORED
+    detail: str = ""
+    restore_s: float = 0.0
+    token_s: float = 0.0
+    keeps: bool = True
+    from_scratch: bool = False
+    stalled: Callable[[], float] = _no_stall
+    sent: bool = False
+    status: int = 0
+    timings: Mapping[str, Any] = field(default_factory=dict)
+    truncated: bool = False
+    progress: tuple[int, int] = (0, 0)
+    began: float = field(default_factory=time.monotonic)
+
+    @property
+    def n_cached(self) -> int:
+        """Prompt tokens that were truly reused, by the engine's own count."""
+        return max(0, int(self.timings.get("cache_n", 0)) - self.n_ours)
+
+    def report(self) -> Report:
+        """What the cache did, by the engine's own count of what it reused."""
+        found = int(self.timings.get("cache_n", 0))
+        n_prompt = found + int(self.timings.get("prompt_n", 0)) or len(self.prompt.tokens)
+        cached = self.n_cached
+        n_disk = min(cached, self.n_disk)
+        reason, detail = self.reason, self.detail
+        if self.n_disk and cached < self.n_disk:
+            reason, detail = Reason.UNAVAILABLE, "The server did not use the state that was restored."
+        elif cached and found >= n_prompt - 1:
+            reason, detail = Reason.HIT, ""
+        return Report(cached, n_disk, cached - n_disk, n_prompt, reason.value, detail, round(self.restore_s, 6))
+
+    def saved_s(self) -> float:
+        """Seconds of prefill that reuse has saved, less what it took; 0 while prefill has not been measured."""
+        token_s, evaluated = self.token_s, int(self.timings.get("prompt_n", 0))
+        if not token_s and evaluated >= _ENOUGH_TOKENS:
+            token_s = float(self.timings.get("prompt_ms", 0.0)) / 1000 / evaluated
+        return max(0.0, self.n_cached * token_s - self.restore_s)
+
+    def told(self) -> dict[str, Any]:
+        """The object `rewarm` of the reply."""
+        more = {"saved_s": round(self.saved_s(), 6), "stall_s": round(self.stalled(), 6)}
+        return {**self.report().as_dict(), **more}
