@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
+from rewarm.cache.prefix_cache import PrefixCache
 from rewarm.gateway.disk_cache import DiskCache
 from rewarm.state.reason import Boundary
 from rewarm.store.entries import Entry
@@ -51,7 +52,7 @@ class Query:
     """Which entries are wanted.
 
     Attributes:
-        search: words that must all be in the title, the model's name, the label or the id; "" for all.
+        search: words that must all be in the title, the model's name or the label, or begin the id; "" for all.
         sort: by what.
         is_descending: largest, or latest, first.
         offset, limit: the page; at most 200 rows.
@@ -100,21 +101,25 @@ class EntryList:
         self._titles = titles
         self._lock = threading.Lock()
         self._read_at = 0.0
+        self._stamp: object = None
         self._rows: list[Row] = []
 
     def rows(self) -> list[Row]:
-        """All entries, latest match first, as of a second ago at most.
+        """All entries, latest match first, as of a second ago at most; the same list while nothing has changed.
 
         Raises:
             Problem: 503, the cache folder cannot be used now.
         """
         with self._lock:
             if time.monotonic() - self._read_at > FRESH_S:
-                with self._disk_cache.use() as cache:
-                    entries = cache.entries()
-                names = self._disk_cache.names(entry.fingerprint for entry in entries)
                 titles = self._titles()
-                self._rows = [Row(entry, title_of(entry, titles), names[entry.fingerprint]) for entry in entries]
+                with self._disk_cache.use() as cache:
+                    stamp = (self._disk_cache.folder, _changes(cache), id(titles))
+                    entries = cache.entries() if stamp != self._stamp else None
+                if entries is not None:
+                    names = self._disk_cache.names(entry.fingerprint for entry in entries)
+                    self._rows = [Row(entry, title_of(entry, titles), names[entry.fingerprint]) for entry in entries]
+                    self._stamp = stamp
                 self._read_at = time.monotonic()
             return self._rows
 
@@ -139,6 +144,12 @@ class EntryList:
         return Found(found[max(0, query.offset) :][:limit], len(found), len(rows))
 
 
+def _changes(cache: PrefixCache) -> tuple[object, ...]:
+    """Differs when an entry may have: been made, used, evicted, forgotten, pinned."""
+    usage = cache.store.usage()
+    return (*(usage.get(name) for name in ("recency", "forgets", "files_used", "bytes_used")), cache.settings().pins)
+
+
 def title_of(entry: Entry, titles: Mapping[str, str]) -> str:
     """What an entry is called: its conversation's title, else its label, else what ended there."""
     if entry.label:
@@ -151,5 +162,6 @@ def _is_meant(row: Row, words: list[str], model: str | None) -> bool:
         return False
     if not words:
         return True
-    said = f"{row.title}\n{row.model}\n{row.entry.label or ''}\n{row.entry.id}".casefold()
-    return all(word in said for word in words)
+    said = f"{row.title}\n{row.model}\n{row.entry.label or ''}".casefold()
+    # Of an id only the beginning counts: any few characters are somewhere in one of many ids.
+    return all(word in said or row.entry.id.startswith(word) for word in words)

@@ -17,6 +17,7 @@ from nicegui.elements.mixins.text_element import TextElement
 from rewarm.gateway.branches import draw
 from rewarm.gateway.cache_admin import CacheAdmin
 from rewarm.gateway.disk_cache import ModelUse
+from rewarm.gateway.entry_list import Row
 from rewarm.gateway.page import cache_picture
 from rewarm.gateway.page import cache_words as words
 from rewarm.gateway.page.cache_chart import ttft_chart
@@ -59,13 +60,16 @@ class CachePage:
     def __init__(self, admin: CacheAdmin) -> None:
         self._admin = admin
         self._n_noted = -1
+        self._drawn = ""
+        self._drawn_rows: list[Row] | None = None
+        self._not_drawn = [0, 0]
 
     def build(self) -> None:
         """Draw the page."""
         with sheet("Cache", "What is kept on this disk, what it saves, and why something was not found."):
             self._notice = text("", "rw-notice rw-warning rw-hidden", tag="div")
             self._notice.props["role"] = "status"
-            with element("section", "rw-tiles", aria_label="At a glance"):
+            with element("section", "rw-tiles rc-tiles", aria_label="At a glance"):
                 self._space = _Tile("Space used", has_meter=True)
                 self._files = _Tile("Files", has_meter=True)
                 self._rate = _Tile("Hit rate")
@@ -135,8 +139,11 @@ class CachePage:
             seen.models = disk.models()
             _, policy = disk.rules()
             seen.is_paused, seen.budget = policy.paused, policy.write_bytes_per_day
-            pictures, seen.n_left_out, seen.n_alone = draw(self._admin.entries.rows())
-            seen.picture = cache_picture.draw(pictures)
+            rows = self._admin.entries.rows()
+            if rows is not self._drawn_rows:
+                pictures, *self._not_drawn = draw(rows)
+                self._drawn, self._drawn_rows = cache_picture.draw(pictures), rows
+            seen.picture, (seen.n_left_out, seen.n_alone) = self._drawn, self._not_drawn
         except Problem as problem:
             seen.report = {**seen.report, "usable": False, "problem": problem.message}
         except Exception as error:  # noqa: BLE001 - told on the page, whatever it is

@@ -18,7 +18,7 @@ from rewarm.gateway.page.cache_parts import action, error_words, set_class, set_
 from rewarm.gateway.page.parts import element, on_click, text
 from rewarm.store.room import Removal
 
-PAGE_ROWS = 25
+PAGE_ROWS = 15
 
 _COLUMNS: tuple[tuple[Sort, str, str], ...] = (
     ("title", "Conversation", "rc-title"),
