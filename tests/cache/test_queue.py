@@ -71,6 +71,33 @@ def test_a_state_that_no_queue_holds_is_saved_in_parts(driver: Driver) -> None:
     assert seen[-1] == 400
 
 
+@pytest.mark.parametrize("kind", ["rows", "hybrid"])
+def test_b114_a_cold_save_of_60000_tokens_that_no_queue_holds_is_completed_later(tmp_path: Path, kind: str) -> None:
+    """The caller is told what was refused, keeps no copy, and saves the same state again whenever there is room."""
+    layers = (pair(1, 2),) if kind == "rows" else (pair(1, 2), recurrent())
+    driver = Driver(tmp_path / "kv", FakeEngine(layers=layers), block_tokens=256, lossy=True)
+    tokens = range(60_000)
+    state = driver.engine.state(tokens)
+    driver.perfect.save((0, b""), tokens, state)
+    size = sum(tensor.array.nbytes for tensor in state.tensors.values())
+    bound(driver.cache, size // 6)
+    refused = []
+    while not refused or refused[-1]:
+        assert driver.cache.queue_free_bytes == size // 6
+        report = driver.namespace().save(tokens, state)
+        assert report.nbytes <= size // 6
+        assert (report.reason is Dropped.QUEUE_FULL) == bool(report.refused_tokens)
+        refused.append(report.refused_tokens)
+        driver.flush()
+        assert len(refused) < 20
+    assert refused == sorted(refused, reverse=True)
+    assert refused[0] > 40_000
+    assert driver.restore([*tokens, 1]).n_tokens == 60_000
+    assert [entry.n_tokens for entry in driver.cache.entries()] == [60_000]
+    driver.assert_in_order()
+    driver.close()
+
+
 def test_a_waiting_save_is_absorbed_by_the_next_turn(driver: Driver, disk: FaultyDisk) -> None:
     disk.plant(Fault("create", "hang", times=1))
     driver.save(range(5000, 5009))  # holds the writer up

@@ -9,7 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from rewarm.cache import prefix_cache
 from rewarm.cache.reading import THREADS
+from rewarm.errors import IndexFault, SettingsError
 from rewarm.state.reason import Reason
 from rewarm.testing.driver import Driver
 from rewarm.testing.faults import Fault, FaultyDisk
@@ -58,6 +60,47 @@ def test_when_every_thread_hangs_nobody_waits(driver: Driver, disk: FaultyDisk) 
             break
         time.sleep(0.05)
     assert driver.restore(range(41)).n_tokens == 40
+
+
+def test_b095_an_index_that_hangs_holds_nobody_up(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
+    """SQLite reads by itself: a thread of its own hangs in it, and whoever asked goes on."""
+    monkeypatch.setattr(prefix_cache, "LIST_DEADLINE_S", 0.2)
+    monkeypatch.setattr(prefix_cache, "STATS_DEADLINE_S", 0.2)
+    namespace, before = driver.namespace(), driver.cache.stats()
+    match = namespace.find(range(41))
+    free = threading.Event()
+    reader = driver.cache.store._root.reader
+    with monkeypatch.context() as patched:
+        calls = {name: getattr(reader, name) for name in ("rows", "one")}
+        for name in calls:
+
+            def hang(*arguments: object, name: str = name) -> object:
+                assert free.wait(60)
+                return calls[name](*arguments)
+
+            patched.setattr(reader, name, hang)
+        # Each of these would wait for a minute.
+        assert namespace.find(range(41)).reason is Reason.TIMEOUT
+        assert namespace.find(range(41)).reason is Reason.TIMEOUT
+        report = driver.save(range(900, 909))
+        assert report.reason is None
+        namespace.heed()
+        assert driver.cache.explain(range(41), namespace.identity).reason is Reason.TIMEOUT
+        assert driver.cache.stats()["bytes_used"] == before["bytes_used"]
+        with pytest.raises(IndexFault, match="cannot be listed now"):
+            driver.cache.entries()
+        with pytest.raises(SettingsError, match="cannot be read now"):
+            driver.cache.settings()
+        assert namespace.restore(match).n_tokens in (0, 40)
+        assert not free.is_set()
+        free.set()
+    for _ in range(200):
+        if namespace.find(range(41)).n_tokens == 40:
+            break
+        time.sleep(0.05)
+    assert report.wait(20)
+    assert driver.restore(range(900, 910)).n_tokens == 9
+    assert len(driver.cache.entries()) == 2
 
 
 def test_many_threads_restore_at_once(driver: Driver) -> None:

@@ -53,11 +53,13 @@ class Drafts:
         drafts: blocks, then the point, in the chain's order.
         nbytes: bytes that they hold.
         n_left: records that there was no room for.
+        reached: tokens before the first of them; all when there was room.
     """
 
     drafts: tuple[Draft, ...]
     nbytes: int
     n_left: int
+    reached: int
 
 
 def keys_of(chain: Chain) -> list[Key]:
@@ -77,13 +79,15 @@ def drafts(cut: Cut, present: Collection[Key], after: After | None, room: int | 
     """
     made: list[Draft] = []
     nbytes = n_left = 0
+    reached = cut.state.n_tokens
     for name, first, end, size in _missing(cut, present, after):
         if n_left or (room is not None and nbytes + size > room):
             n_left += 1
+            reached = min(reached, first)
             continue
         nbytes += size
         made.append(_draft(cut, name, (first, end), after, arena))
-    return Drafts(tuple(made), nbytes, n_left)
+    return Drafts(tuple(made), nbytes, n_left, reached)
 
 
 def _missing(cut: Cut, present: Collection[Key], after: After | None) -> Iterator[tuple[RecordName, int, int, int]]:

@@ -28,12 +28,16 @@ class SaveReport:
         nbytes: bytes that were copied into the queue.
         queued: whether the writer has it, or had nothing left to write.
         reason: why it was dropped, wholly or in part, or None.
+        refused_tokens: of a state that the queue could not take as a whole: the last tokens whose rows it has not
+            taken; 0 when only what else the state consists of is missing. Save the same state again, with room in
+            the queue: it goes on there.
     """
 
     def __init__(self, n_tokens: int, nbytes: int = 0, reason: Dropped | None = None, *, waits: bool = False) -> None:
         self.n_tokens = n_tokens
         self.nbytes = nbytes
         self.reason = reason
+        self.refused_tokens = 0
         self.queued = reason is None
         self._done = threading.Event()
         # Of what the queue cannot hold as a whole, a part may wait.

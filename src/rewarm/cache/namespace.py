@@ -12,6 +12,7 @@ import math
 import time
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 from rewarm.cache.assemble import Assembly, ForeignRecord, Into
@@ -75,7 +76,7 @@ class Namespace:
     def __init__(self, shared: Shared, identity: Identity, tenant: bytes) -> None:
         self.identity = identity
         self._store, self._stats, self._writer = shared.store, shared.stats, shared.writer
-        self._pool = shared.pool
+        self._pool, self._looks = shared.pool, shared.looks
         self._tenant = tenant
         self._saver = Saver(shared, identity, self._chain)
         identity.add_done_callback(lambda _: self._writer.wake())
@@ -112,8 +113,8 @@ class Namespace:
                 return Match(0, Reason.UNAVAILABLE, {"identity": self.identity.error}, tokens=tokens)
             return Match(0, Reason.IDENTITY_PENDING, tokens=tokens)
         try:
-            self._writer.heed(FIND_DEADLINE_S)
-            return self._longest(fingerprint, tokens)
+            # On a thread of its own: a look-up that a disk holds up can be left, not ended.
+            return self._looks.within(lambda: self._look(fingerprint, tokens), FIND_DEADLINE_S)
         except TimeoutError:
             return Match(0, Reason.TIMEOUT, tokens=tokens)
         except (IndexFault, OSError, ValueError) as error:
@@ -124,6 +125,10 @@ class Namespace:
             self._writer.met(fault)
             log.debug("nothing can be found now: %s", error)
             return Match(0, Reason.UNAVAILABLE, {"error": str(error)}, tokens=tokens)
+
+    def _look(self, fingerprint: bytes, tokens: Tokens) -> Match:
+        self._writer.heed(FIND_DEADLINE_S)
+        return self._longest(fingerprint, tokens)
 
     def _longest(self, fingerprint: bytes, tokens: Tokens) -> Match:
         best: Match | None = None
@@ -147,8 +152,8 @@ class Namespace:
 
     def heed(self) -> None:
         """Take note of what any process has forgotten since: for adapters, before their engine's memory is asked."""
-        with contextlib.suppress(IndexFault, TimeoutError):
-            self._writer.heed(FIND_DEADLINE_S)
+        with contextlib.suppress(IndexFault, OSError):  # a TimeoutError is one
+            self._looks.within(lambda: self._writer.heed(FIND_DEADLINE_S), FIND_DEADLINE_S)
 
     def holds_any(self, forgotten: Forgotten, tokens: Iterable[int] | Tokens) -> bool:
         """Whether the state after `tokens` goes through what was forgotten: for adapters, when they are told."""
@@ -226,14 +231,19 @@ class Namespace:
             except (RecordError, OSError) as error:
                 why = self._without(reader, error)
             try:
-                with self._store.looking(FIND_DEADLINE_S, reader.unreadable) as source:
-                    chain = self._chain(reader.fingerprint, layout, match.tokens[: match.n_tokens])
-                    found = plan(layout, chain, source)
-            except (TimeoutError, IndexFault, ValueError):
+                again = partial(self._plan_again, match, layout, reader)
+                found = self._looks.within(again, FIND_DEADLINE_S)
+            except (IndexFault, OSError, ValueError):  # a TimeoutError is an OSError
                 return _nothing(Reason.UNAVAILABLE)
             if found.n == 0:
                 break
         return _nothing(why)
+
+    def _plan_again(self, match: Match, layout: Layout, reader: RecordReader) -> Plan:
+        """Without what this restore could not read."""
+        with self._store.looking(FIND_DEADLINE_S, dict(reader.unreadable)) as source:
+            chain = self._chain(reader.fingerprint, layout, match.tokens[: match.n_tokens])
+            return plan(layout, chain, source)
 
     def _without(self, reader: RecordReader, error: Exception) -> Reason:
         """Plan without the record that failed, in this restore or from now on; the reason."""

@@ -32,6 +32,7 @@ from rewarm.cache.reading import ReadPool
 from rewarm.cache.saver import Shared
 from rewarm.cache.stats import Stats
 from rewarm.cache.writer import Writer
+from rewarm.errors import IndexFault, SettingsError
 from rewarm.store.check import Progress, Report
 from rewarm.store.disk import Disk
 from rewarm.store.entries import Entry
@@ -45,6 +46,10 @@ log = logging.getLogger("rewarm.cache")
 
 FLUSH_S = 30.0
 """How long what removes or checks waits for saves that are being written."""
+
+
+LIST_DEADLINE_S = 10.0
+STATS_DEADLINE_S = 2.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +73,10 @@ class PrefixCache:
         self._writer = Writer(store, self._stats, queue_limit(), clock, self._arena)
         self._clock = clock
         self._pool = ReadPool()
+        self._looks = ReadPool(1, "rewarm-look")
+        self._lists = ReadPool(1, "rewarm-list")
         self._closed = False
+        self._usage: dict[str, int] = {}
         # At interpreter exit what still waits is written, or said to be lost.
         atexit.register(_close_at_exit, weakref.ref(self))
 
@@ -89,7 +97,7 @@ class PrefixCache:
             identity: of the model; its fingerprint may still be pending.
             tenant: part of every key, never written.
         """
-        shared = Shared(self.store, self._stats, self._writer, self._clock, self._pool, self._arena)
+        shared = Shared(self.store, self._stats, self._writer, self._clock, self._pool, self._looks, self._arena)
         return Namespace(shared, identity, tenant or b"")
 
     def flush(self, timeout: float | None = 30.0, *, durable: bool = False) -> bool:
@@ -100,6 +108,15 @@ class PrefixCache:
         """
         return self._writer.flush(timeout, durable=durable)
 
+    @property
+    def queue_free_bytes(self) -> int:
+        """Bytes that the queue of saves can still take: what it refused before may be saved again."""
+        return self._writer.free_bytes
+
+    def cautions(self) -> list[str]:
+        """Why nothing can be saved as things are, in sentences: limits that leave no room. Reads the disk."""
+        return self.store.cautions()
+
     def close(self, timeout: float | None = 10.0) -> CloseReport:
         """Write what waits, for at most `timeout` seconds, and give the root back; idempotent."""
         if self._closed:
@@ -108,7 +125,8 @@ class PrefixCache:
         left = self._writer.close(timeout)
         if left:
             log.warning("%d saves were not written before the deadline; what is stored is whole", left)
-        self._pool.close()
+        for pool in (self._pool, self._looks, self._lists):
+            pool.close()
         # A writer that a disk holds up still has the store in its hands: it closes it when it can.
         self._writer.when_ended(self.store.close)
         return CloseReport(left)
@@ -122,8 +140,15 @@ class PrefixCache:
         self.close()
 
     def entries(self) -> list[Entry]:
-        """Named ends of chains, latest match first."""
-        return self.store.entries()
+        """Named ends of chains, latest match first.
+
+        Raises:
+            IndexFault: the index cannot be used now, or takes longer than 10 seconds.
+        """
+        try:
+            return self._lists.within(self.store.entries, LIST_DEADLINE_S)
+        except OSError as error:  # a TimeoutError is one
+            raise IndexFault(f"the entries cannot be listed now: {error}") from None
 
     def pin(self, entry: Entry | str) -> bool:
         """Spare an entry's whole path from eviction; whether the entry is there."""
@@ -204,12 +229,24 @@ class PrefixCache:
         return not self._pool.is_held_up
 
     def settings(self) -> Settings:
-        """What `store.json` says now: limits, block size, policy, pins."""
-        return self.store.settings()
+        """What `store.json` says now: limits, block size, policy, pins.
+
+        Raises:
+            SettingsError: it cannot be read, or not within 10 seconds.
+        """
+        try:
+            return self._lists.within(self.store.settings, LIST_DEADLINE_S)
+        except OSError as error:
+            raise SettingsError(f"The settings in {self.root} cannot be read now: {error}") from None
 
     def stats(self) -> dict[str, int | dict[str, int]]:
-        """All counters by name; `misses` and `dropped_saves` by reason."""
-        usage = self.store.usage()
+        """All counters by name; `misses` and `dropped_saves` by reason.
+
+        Where the index cannot be used now, what is stored there is as it was when it last could.
+        """
+        with contextlib.suppress(IndexFault, OSError):
+            self._usage = self._lists.within(self.store.usage, STATS_DEADLINE_S)
+        usage = self._usage
         found = counting.report(usage, self._stats.peek(), self._writer.queue_bytes)
         if usage.get("day") != int(self._clock() // 86_400):
             found["bytes_written_today"] = 0

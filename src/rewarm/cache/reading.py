@@ -11,7 +11,7 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, wait
-from typing import Any
+from typing import Any, TypeVar
 
 from rewarm.cache.assemble import Record, Step
 from rewarm.errors import DamagedRecord
@@ -31,33 +31,60 @@ class UnreadableRecord(OSError):
     """A record that the system gave up on reading."""
 
 
-class ReadPool:
-    """The reading threads of one cache; started when they are first needed."""
+T = TypeVar("T")
 
-    def __init__(self) -> None:
+
+class ReadPool:
+    """Threads that read for one cache; started when they are first needed.
+
+    Args:
+        n_threads: at most.
+        name: of the threads.
+    """
+
+    def __init__(self, n_threads: int = THREADS, name: str = "rewarm-reader") -> None:
+        self._most, self._name = n_threads, name
         self._tasks: queue.SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None] = queue.SimpleQueue()
         self._lock = threading.Lock()
         self._n_threads = 0
         self._closed = False
-        self._given_up: dict[Future[Record], float] = {}
+        self._given_up: dict[Future[Any], float] = {}
 
     @property
     def is_held_up(self) -> bool:
         """Whether every thread hangs in a read that its caller has given up, for longer than a read takes."""
         before = time.monotonic() - HELD_UP_S
         with self._lock:
-            return sum(since < before for since in self._given_up.values()) >= THREADS
+            return sum(since < before for since in self._given_up.values()) >= self._most
 
-    def submit(self, task: Callable[[], Record]) -> Future[Record]:
+    def within(self, task: Callable[[], T], seconds: float) -> T:
+        """What `task` gives, which runs on one of the threads; not to be called from one of them.
+
+        Raises:
+            TimeoutError: it took longer than `seconds`, or every thread hangs already.
+            Exception: what it raises.
+        """
+        if self.is_held_up:
+            raise TimeoutError("the disk does not answer")
+        future = self.submit(task)
+        try:
+            return future.result(max(0.0, seconds))
+        except TimeoutError:
+            if future.done():
+                return future.result()
+            self.give_up(future)
+            raise
+
+    def submit(self, task: Callable[[], T]) -> Future[T]:
         """Have a task run; its future."""
-        future: Future[Record] = Future()
+        future: Future[T] = Future()
         with self._lock:
             if self._closed:
                 future.set_exception(OSError("the cache is closed"))
                 return future
-            if self._n_threads < THREADS:
+            if self._n_threads < self._most:
                 self._n_threads += 1
-                threading.Thread(target=self._run, name="rewarm-reader", daemon=True).start()
+                threading.Thread(target=self._run, name=self._name, daemon=True).start()
             self._tasks.put((future, task))
         return future
 
@@ -69,7 +96,7 @@ class ReadPool:
                 self._tasks.put(None)
             self._n_threads = 0
 
-    def give_up(self, future: Future[Record]) -> None:
+    def give_up(self, future: Future[Any]) -> None:
         """Nobody waits for this future any more."""
         if future.cancel() or future.done():
             return
@@ -77,7 +104,7 @@ class ReadPool:
             self._given_up[future] = time.monotonic()
         future.add_done_callback(self._ended)
 
-    def _ended(self, future: Future[Record]) -> None:
+    def _ended(self, future: Future[Any]) -> None:
         with self._lock:
             self._given_up.pop(future, None)
 

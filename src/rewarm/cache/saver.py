@@ -41,6 +41,7 @@ class Shared:
     writer: Writer
     clock: Callable[[], float]
     pool: ReadPool
+    looks: ReadPool
     arena: Arena
 
 
@@ -96,13 +97,14 @@ class Saver:
             return self._save_later(own, state, layout, ending)
         chain = self._chain_of(fingerprint, layout, own)
         cut = Cut(state, layout, chain, fingerprint)
-        stored = self._stored(cut)
+        stored = self._look(cut)
         present = stored.keys | self._shared.writer.pending_keys()
         arena = None if ending.given else self._shared.arena
         made = drafts(cut, present, stored.after, self._shared.writer.free_bytes, arena)
         save = self._as_save(cut, ending, made.drafts, stored)
         dropped = Dropped.QUEUE_FULL if made.n_left else None
         report = SaveReport(len(own), made.nbytes, dropped, waits=bool(made.drafts))
+        report.refused_tokens = len(own) - made.reached
         if made.n_left:
             self._shared.stats.dropped(Dropped.QUEUE_FULL)
             if not made.drafts:
@@ -115,7 +117,9 @@ class Saver:
         nbytes = sum(tensor.array.nbytes for tensor in state.tensors.values())
         if nbytes > self._shared.writer.free_bytes:
             self._shared.stats.dropped(Dropped.QUEUE_FULL)
-            return SaveReport(len(own), 0, Dropped.QUEUE_FULL)
+            report = SaveReport(len(own), 0, Dropped.QUEUE_FULL)
+            report.refused_tokens = len(own)
+            return report
         held = state if ending.given else unshared(state)
         report = SaveReport(len(own), nbytes)
 
@@ -132,6 +136,13 @@ class Saver:
 
         self._shared.writer.put(Job(prepare, nbytes, report, given=ending.given))
         return report
+
+    def _look(self, cut: Cut) -> _Stored:
+        """What of a state is there, on the caller's thread: a disk that does not answer is not waited for."""
+        try:
+            return self._shared.looks.within(lambda: self._stored(cut), LOOK_DEADLINE_S)
+        except (TimeoutError, OSError):
+            return _Stored(set())
 
     def _stored(self, cut: Cut) -> _Stored:
         """What of a state is there. A point whose window rows are no longer all there counts as not there."""
