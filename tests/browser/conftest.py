@@ -96,9 +96,10 @@ class Page:
         self.notes = page.locator(".rw-note-words")
         self.chip = page.locator(".rw-chip")
 
-    def open(self) -> Page:
-        self.page.goto(self.url)
-        self.page.locator(".rw-input").wait_for()
+    def open(self, at: str = "/") -> Page:
+        self.page.goto(self.url + at)
+        if at == "/":
+            self.page.locator(".rw-input").wait_for()
         # Until its socket is there, the page shows and does nothing.
         self.page.wait_for_function("window.did_handshake === true")
         return self
@@ -174,7 +175,7 @@ def open_page(browser: Any) -> Iterator[Callable[..., Page]]:
     hosts: set[str] = set()
     allowed: set[str] = set()
 
-    def opened(gateway: Served, *, may_lose_server: bool = False, **options: Any) -> Page:
+    def opened(gateway: Served, *, at: str = "/", may_lose_server: bool = False, **options: Any) -> Page:
         context = browser.new_context(**options)
         contexts.append(context)
         page = context.new_page()
@@ -184,7 +185,7 @@ def open_page(browser: Any) -> Iterator[Callable[..., Page]]:
         context.on("request", lambda request: hosts.add(request.url.split("?")[0]))
         page.on("websocket", lambda socket: hosts.add(socket.url.split("?")[0]))
         allowed.update({gateway.url, gateway.url.replace("http", "ws")})
-        return Page(page, gateway.url).open()
+        return Page(page, gateway.url).open(at)
 
     yield opened
     for context in contexts:
