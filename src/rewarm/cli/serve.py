@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 from pathlib import Path
 from typing import Annotated
 
@@ -12,13 +13,27 @@ from rewarm.cli.roots import Folder
 from rewarm.units import parse_bytes
 
 
+class BundledEngine(enum.StrEnum):
+    """What can run the bundled model."""
+
+    AUTO = "auto"
+    MLX = "mlx"
+    LLAMA = "llama"
+
+
 def serve(
     host: Annotated[str | None, typer.Option(metavar="HOST", help="The loopback address to listen at.")] = None,
     port: Annotated[int | None, typer.Option(min=0, max=65535, metavar="PORT", help="The port to listen at.")] = None,
     folder: Folder = None,
     model: Annotated[
         list[Path] | None,
-        typer.Option(metavar="PATH", help="The folder of a model to offer beside the bundled one; repeatable."),
+        typer.Option(
+            metavar="PATH", help="A model to offer beside the bundled one: a folder or a GGUF file; repeatable."
+        ),
+    ] = None,
+    engine: Annotated[
+        BundledEngine | None,
+        typer.Option(help="What runs the bundled model; auto: llama.cpp off Apple silicon."),
     ] = None,
     max_bytes: Annotated[
         str | None, typer.Option(metavar="SIZE", help="The most that the cache may hold, such as 20GiB.")
@@ -33,6 +48,7 @@ def serve(
         "port": port,
         "cache_dir": folder,
         "models": model or None,
+        "engine": engine.value if engine else None,
         "max_bytes": None if max_bytes is None else _size(max_bytes),
         "max_files": max_files,
     }

@@ -1,4 +1,4 @@
-"""Which models are offered, under which names. Knows folders and no engine; starts nothing.
+"""Which models are offered, under which names, and which worker runs each. Knows files; starts nothing.
 
 A name is looked up, never joined into a path.
 """
@@ -6,16 +6,24 @@ A name is looked up, never joined into a path.
 from __future__ import annotations
 
 import json
+import platform
+import sys
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
+from rewarm.adapters.llama import bundled as gguf
+from rewarm.adapters.llama import gguf_facts
 from rewarm.adapters.mlx import bundled
 from rewarm.errors import EngineError
 from rewarm.gateway.settings import Settings
 
 Progress = Callable[[float, str], None]
 """Called with the part that is done, 0 to 1, and what is being done."""
+
+MLX_LM = ("mlx-lm",)
+LLAMA_SERVER = ("llama-server",)
+"""The commands of rewarm that run a worker: for folders, and for GGUF files."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,25 +32,52 @@ class Model:
 
     Attributes:
         name: on the API and the page; unique.
-        prepare: gives the model's folder, made or checked now, on the calling thread;
+        prepare: gives the model's folder or GGUF file, made or checked now, on the calling thread;
             raises EngineError or OSError where there is none.
         is_bundled: whether it comes with rewarm.
+        worker: the command of rewarm that runs it, with flags that belong to the model.
     """
 
     name: str
     prepare: Callable[[Progress], Path]
     is_bundled: bool = False
+    worker: tuple[str, ...] = MLX_LM
 
 
 def find_models(settings: Settings) -> list[Model]:
     """The models that `settings` ask for; whether they can be loaded is seen when they are."""
     found: list[Model] = []
     if settings.bundled:
-        found.append(Model(bundled.NAME, bundled.ensure, is_bundled=True))
+        found.append(_bundled(settings.engine))
     for path in dict.fromkeys(_plain(path) for path in settings.models):
-        name = _unused(path.name or "model", (model.name for model in found))
-        found.append(Model(name, _checked(path)))
+        is_gguf = path.suffix.lower() == ".gguf"
+        name = _unused((path.stem if is_gguf else path.name) or "model", (model.name for model in found))
+        if is_gguf:
+            found.append(Model(name, _checked(path, check_gguf), worker=LLAMA_SERVER))
+        else:
+            found.append(Model(name, _checked(path, check_folder)))
     return found
+
+
+def _bundled(engine: str) -> Model:
+    """The model that comes with rewarm. llama.cpp reads its file as it is, and is several times quicker on a CPU."""
+    is_apple = sys.platform == "darwin" and platform.machine() == "arm64"
+    if engine == "llama" or (engine == "auto" and not is_apple and gguf.has_engine()):
+        return Model(gguf.NAME, lambda _progress: gguf.path(), is_bundled=True, worker=(*LLAMA_SERVER, *gguf.FLAGS))
+    return Model(bundled.NAME, bundled.ensure, is_bundled=True)
+
+
+def check_gguf(path: Path) -> Path:
+    """`path`, when it is a GGUF file, as far as its header tells.
+
+    Raises:
+        EngineError: it is not; says why.
+    """
+    try:
+        gguf_facts.read(path)
+    except (OSError, ValueError) as error:
+        raise EngineError(f"{path} cannot be loaded: {error}. A GGUF file is wanted here.") from None
+    return path
 
 
 def check_folder(path: Path) -> Path:
@@ -68,13 +103,14 @@ def check_folder(path: Path) -> Path:
     return path
 
 
-def _checked(path: Path) -> Callable[[Progress], Path]:
-    return lambda _progress: check_folder(path)
+def _checked(path: Path, check: Callable[[Path], Path]) -> Callable[[Progress], Path]:
+    return lambda _progress: check(path)
 
 
 def _unfit(path: Path, why: str) -> EngineError:
     return EngineError(
-        f"{path} cannot be loaded: {why}. A model is a folder with config.json, a tokenizer and *.safetensors."
+        f"{path} cannot be loaded: {why}. A model is a folder with config.json, a tokenizer and *.safetensors, "
+        "or a GGUF file (*.gguf)."
     )
 
 

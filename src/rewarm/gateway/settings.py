@@ -8,7 +8,7 @@ from __future__ import annotations
 import ipaddress
 import os
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import platformdirs
 from pydantic import Field, ValidationError, field_validator
@@ -30,9 +30,10 @@ class Settings(BaseSettings):
         cache_dir: the cache folder; `REWARM_DIR` in the environment names it too.
         models: folders of models to offer; in the environment separated as in PATH.
         bundled: whether the bundled model is offered.
+        engine: what runs it: `mlx`, `llama`, or `auto`: llama.cpp where there is no Apple silicon.
         max_bytes, max_files: set in the cache folder at the start, when given.
         data_dir: where the chat page keeps its conversation.
-        worker_command: what starts a worker instead of `python -m rewarm mlx-lm`; takes its flags.
+        worker_command: what starts every worker instead of `python -m rewarm mlx-lm`; takes its flags.
         start_timeout_s: how long a worker may take until it can answer.
         stop_timeout_s: how long a worker may take to write what it holds and end, before it is killed.
         max_body_bytes: the largest request body.
@@ -45,6 +46,7 @@ class Settings(BaseSettings):
     cache_dir: Path = Field(default_factory=default_root)
     models: Annotated[list[Path], NoDecode] = []
     bundled: bool = True
+    engine: Literal["auto", "mlx", "llama"] = "auto"
     max_bytes: int | None = Field(None, gt=0)
     max_files: int | None = Field(None, gt=0)
     data_dir: Path = Field(default_factory=lambda: platformdirs.user_data_path("rewarm"))

@@ -12,6 +12,7 @@ import enum
 import os
 import secrets
 import socket
+import sys
 import threading
 import time
 from collections import deque
@@ -54,13 +55,14 @@ class Launch:
     """How workers are started and ended.
 
     Attributes:
-        command: the program; `--model`, `--host`, `--port` and the cache folder are added.
+        command: the program; `--model`, `--host`, `--port` and the cache folder are added. None: what the model
+            asks for.
         cache_dir: the cache folder of workers that are started from now on; None: they run without.
         start_timeout_s: from the start of the process to the first healthy answer.
         stop_timeout_s: from SIGTERM to SIGKILL.
     """
 
-    command: Sequence[str]
+    command: Sequence[str] | None
     cache_dir: Path | None
     start_timeout_s: float
     stop_timeout_s: float
@@ -258,9 +260,10 @@ class Worker:
     async def _spawn(self, path: Path) -> Running:
         secret, port = secrets.token_urlsafe(32), _free_port()
         folder = self._launch.cache_dir
+        command = self._launch.command or (sys.executable, "-m", "rewarm", *self.model.worker)
         process = await Child.start(
             (
-                *(*self._launch.command, "--model", str(path), "--host", HOST, "--port", str(port)),
+                *(*command, "--model", str(path), "--host", HOST, "--port", str(port)),
                 *(("--rewarm-dir", str(folder)) if folder is not None else ("--rewarm-off",)),
             ),
             {**os.environ, SECRET_VARIABLE: secret},

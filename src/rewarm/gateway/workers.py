@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import sys
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
@@ -11,8 +10,6 @@ from rewarm.gateway.models import Model
 from rewarm.gateway.problems import unknown_model
 from rewarm.gateway.settings import Settings
 from rewarm.gateway.worker import Launch, ReplyListener, State, Worker
-
-WORKER_COMMAND = (sys.executable, "-m", "rewarm", "mlx-lm")
 
 
 class Workers:
@@ -25,7 +22,7 @@ class Workers:
 
     def __init__(self, models: Iterable[Model], settings: Settings) -> None:
         self._launch = Launch(
-            settings.worker_command or WORKER_COMMAND,
+            settings.worker_command,
             settings.cache_dir,
             settings.start_timeout_s,
             settings.stop_timeout_s,

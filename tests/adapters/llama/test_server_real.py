@@ -12,6 +12,7 @@ import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import psutil
 import pytest
 from llama_worker import Process, cached, reply
 
@@ -114,7 +115,7 @@ def test_a_flipped_bit_is_a_miss_and_the_right_answer(model: Path, told: dict[st
 
 def _kill_the_engine_in_a_reply(server: Process) -> None:
     (pid,) = _children(server)
-    threading.Timer(1.0, os.kill, (int(pid), signal.SIGKILL)).start()
+    threading.Timer(1.0, os.kill, (pid, signal.SIGKILL)).start()
     body = {"messages": [{"role": "user", "content": "Tell a long story."}], "max_tokens": 1500, "stream": True}
     status, _, raw = server.request("POST", "/v1/chat/completions", body)
     last = json.loads(raw.decode().strip().splitlines()[-1].removeprefix("data: "))
@@ -122,10 +123,9 @@ def _kill_the_engine_in_a_reply(server: Process) -> None:
     assert last["error"]["type"] == "server_error"
 
 
-def _children(server: Process) -> list[str]:
-    """The engine's process id: a child of any of the worker's threads."""
-    tasks = Path(f"/proc/{server.process.pid}/task").iterdir()
-    return [pid for task in tasks for pid in (task / "children").read_text().split()]
+def _children(server: Process) -> list[int]:
+    """The engine's process id."""
+    return [child.pid for child in psutil.Process(server.process.pid).children()]
 
 
 @pytest.mark.parametrize("family", ["gemma3", "lfm2", "mamba"])
