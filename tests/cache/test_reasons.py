@@ -41,6 +41,32 @@ def test_nothing_stored(driver: Driver) -> None:
     assert driver.cache.stats()["misses"] == {"nothing_stored": 1}
 
 
+def test_a_save_that_was_not_written_is_named(tmp_path: Path) -> None:
+    driver = Driver(tmp_path / "kv", lossy=True)
+    before = driver.cache.settings().limits
+    driver.cache.set_limits(Limits(max_bytes=10_000))
+    driver.save(range(9))
+    driver.flush()
+    match = driver.find(range(12))
+    assert (match.reason, match.detail["dropped"], match.detail["dropped_tokens"]) == (
+        Reason.NOTHING_STORED,
+        "too_large",
+        9,
+    )
+    explained = driver.cache.explain(range(12), driver.namespace().identity)
+    assert explained.sentence().endswith("A save of 9 tokens of it was not written: too_large.")
+    # Neither another conversation's, nor another tenant's, nor once it is there, nor once it is forgotten.
+    assert "dropped" not in driver.find(range(50, 60)).detail
+    assert "dropped" not in driver.find(range(12), owner=(0, b"tenant")).detail
+    assert "dropped" not in driver.find(range(12), owner=(1, b"")).detail
+    driver.cache.set_limits(before)
+    driver.save(range(9))
+    driver.flush()
+    assert driver.find(range(12)).n_tokens == 9
+    assert "dropped" not in driver.find(range(12)).detail
+    driver.close()
+
+
 def test_b146_a_divergence_names_the_token_and_its_position(driver: Driver) -> None:
     driver.save(range(9))
     driver.flush()

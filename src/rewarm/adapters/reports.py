@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from rewarm.cache.explain import said_of_drop
 from rewarm.state.reason import Reason
 
 
@@ -46,7 +47,7 @@ def explain(reason: Reason, detail: Mapping[str, Any]) -> str:
     sentences = {
         Reason.HIT: "",
         Reason.DIVERGED: f"The prompt differs from what is stored from token {at} on.",
-        Reason.NOTHING_STORED: "Nothing more is stored for this prompt.",
+        Reason.NOTHING_STORED: f"Nothing more is stored for this prompt.{said_of_drop(detail)}",
         Reason.NO_RESTORE_POINT: f"The stored state can be taken up at token {restorable} only.",
         Reason.EVICTED: "The rest was evicted to make room.",
         Reason.CORRUPT: "A damaged record was found and set aside; the part from there on is computed anew.",

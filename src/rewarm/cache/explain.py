@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -25,7 +25,8 @@ class Explanation:
         n_tokens: tokens that would be restored; one at least is always left to evaluate.
         reason: why not more.
         detail: evidence, by name: `at`, `asked_token` and `stored_token` of a divergence; `shared` and
-            `restorable` where no later restore point is stored; `fields` of an identity that has changed.
+            `restorable` where no later restore point is stored; `fields` of an identity that has changed; `dropped`
+            and `dropped_tokens` of a save that this process could not write.
         before: the last tokens before the place in question.
     """
 
@@ -67,7 +68,7 @@ class Explanation:
                 f"was saved; the last one before that is at {detail['restorable']}."
             )
         return {
-            Reason.NOTHING_STORED: "Nothing more is stored for this prompt.",
+            Reason.NOTHING_STORED: "Nothing more is stored for this prompt." + said_of_drop(detail),
             Reason.EVICTED: "The rest was stored, and has been evicted to make room.",
             Reason.CORRUPT: "A record behind that was damaged, and was set aside.",
             Reason.IDENTITY_CHANGED: (
@@ -76,6 +77,13 @@ class Explanation:
             Reason.IDENTITY_PENDING: "The model's files are still being hashed.",
             Reason.TIMEOUT: "The index took too long to answer.",
         }.get(self.reason, f"The cache cannot be used now ({detail.get('error') or detail.get('identity') or '?'}).")
+
+
+def said_of_drop(detail: Mapping[str, Any]) -> str:
+    """A sentence on the save that was not written, with a blank before it; "" where there was none."""
+    if "dropped" not in detail:
+        return ""
+    return f" A save of {detail['dropped_tokens']} tokens of it was not written: {detail['dropped']}."
 
 
 def explain(namespace: Namespace, tokens: Iterable[int]) -> Explanation:

@@ -23,7 +23,7 @@ from rewarm.cache.memory import free_memory
 from rewarm.cache.reading import RecordReader
 from rewarm.cache.saver import Ending, Saver, Shared
 from rewarm.errors import DamagedRecord, IndexFault, RecordError
-from rewarm.state.chain import Chain, Key, Tokens, as_tokens, root_key
+from rewarm.state.chain import Chain, Key, Tokens, as_tokens, common_prefix, root_key
 from rewarm.state.layout import Layout
 from rewarm.state.plan import Plan, plan
 from rewarm.state.reason import Boundary, Dropped, Reason
@@ -139,12 +139,24 @@ class Namespace:
                     nbytes = layout.state_nbytes(found.n)
                     root = self._chain(fingerprint, layout, tokens).root
                     best = Match(found.n, found.reason, found.detail, nbytes, tokens, layout, found, root)
+        if best is not None and best.reason is Reason.NOTHING_STORED:
+            return replace(best, detail={**best.detail, **self._unwritten(fingerprint, tokens, best.n_tokens)})
         if best is None:
             changed = explain_change(self.identity, self._store.descriptions()) if len(tokens) else None
             if changed:
                 return Match(0, Reason.IDENTITY_CHANGED, {"fields": changed}, tokens=tokens)
-            return Match(0, Reason.HIT if not len(tokens) else Reason.NOTHING_STORED, tokens=tokens)
+            if not len(tokens):
+                return Match(0, Reason.HIT, tokens=tokens)
+            return Match(0, Reason.NOTHING_STORED, self._unwritten(fingerprint, tokens, 0), tokens=tokens)
         return best
+
+    def _unwritten(self, fingerprint: bytes, tokens: Tokens, n: int) -> dict[str, Any]:
+        """Why a save that would have brought the match beyond `n` was not written, if there was one of late."""
+        for save, reason in self._writer.unwritten():
+            own = save.fingerprint == fingerprint and self._chain(fingerprint, save.layout, tokens[:0]).root
+            if own == save.chain.root and common_prefix(save.chain.tokens, tokens) > n:
+                return {"dropped": reason.value, "dropped_tokens": save.n}
+        return {}
 
     def _chain(self, fingerprint: bytes, layout: Layout, tokens: Tokens) -> Chain:
         size = self._store.block_tokens

@@ -12,6 +12,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 from rewarm.cache.admission import admit
 from rewarm.cache.arena import Arena
@@ -32,6 +33,9 @@ log = logging.getLogger("rewarm.cache")
 NOTE_INTERVAL_S = 1.0
 HEED_DEADLINE_S = 10.0
 WANTED_S = 60.0
+MAX_UNWRITTEN = 8
+"""Saves that were not written of which it is remembered why."""
+
 MAX_UNSYNCED = 10_000
 """Names of records kept for a durable flush; past these it pushes everything."""
 
@@ -72,6 +76,7 @@ class Writer:
         self._expiry = Expiry(store, clock)
         self._heeding = threading.Lock()
         self._on_forget: list[Callable[[Forgotten], None]] = []
+        self._unwritten: deque[tuple[Save, Dropped]] = deque(maxlen=MAX_UNWRITTEN)
         self._thread = threading.Thread(target=self._run, name="rewarm-writer", daemon=True)
         self._thread.start()
 
@@ -109,6 +114,11 @@ class Writer:
             job.report.queued = False
             job.report.settle(reason)
         return reason is None
+
+    def unwritten(self) -> list[tuple[Save, Dropped]]:
+        """The last saves that were not written, and why, without their tensors; the latest first."""
+        with self._changed:
+            return list(reversed(self._unwritten))
 
     def policy(self) -> Policy:
         """The rules in force; read anew by the writer's thread every second, and before each save."""
@@ -180,6 +190,9 @@ class Writer:
             for job in waiting:
                 job.forgotten |= forgotten
                 job.absorbed = [save for save in job.absorbed if not forgotten.covers(save.chain)]
+            unwritten = [each for each in self._unwritten if not forgotten.covers(each[0].chain)]
+            self._unwritten.clear()
+            self._unwritten.extend(unwritten)
             dropped = [job for job in self._queue if job.save is not None and forgotten.covers(job.save.chain)]
             for job in dropped:
                 self._queue.remove(job)
@@ -307,7 +320,17 @@ class Writer:
             job.report.settle(reason)
             self._changed.notify_all()
 
+    def _remember(self, save: Save, reason: Dropped | None) -> None:
+        """A save was not written, or was: then what is known of earlier ones on its path is out of date."""
+        with self._changed:
+            others = [each for each in self._unwritten if not save.goes_through(each[0].chain)]
+            self._unwritten.clear()
+            self._unwritten.extend(others)
+            if reason is not None:
+                self._unwritten.append((replace(save, drafts=()), reason))
+
     def _write(self, job: Job) -> None:
+        save: Save | None = None
         try:
             save = self._prepared(job)
             if save is None and self._hold(job):
@@ -319,6 +342,8 @@ class Writer:
             # The last line of defence: whatever is wrong with one save, the thread goes on with the next.
             log.exception("a save was dropped. What is stored is untouched, and saving goes on.")
             reason = Dropped.UNAVAILABLE
+        if save is not None:
+            self._remember(save, reason)
         if reason is not None:
             # What it would have made superfluous is needed after all.
             for absorbed in job.absorbed:

@@ -78,6 +78,12 @@ class Save:
         """Tokens of the state."""
         return len(self.chain.tokens)
 
+    def goes_through(self, other: Chain) -> bool:
+        """Whether all of `other` is a prefix of this save's sequence, in the same namespace and layout."""
+        n = len(other.tokens)
+        same = self.chain.root == other.root and n <= self.n
+        return same and bool((self.chain.tokens[:n] == other.tokens).all())
+
 
 @dataclass(slots=True)
 class Outcome:
