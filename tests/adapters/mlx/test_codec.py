@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from families import WINDOW
 from matrix import runner, same
+from mlx_lm.generate import generate_step
 from mlx_lm.models.cache import (
     ArraysCache,
     CacheList,
@@ -320,3 +321,19 @@ def test_a_batch_is_saved_sequence_by_sequence(name: str) -> None:
 def test_what_cannot_be_extracted_is_refused() -> None:
     with pytest.raises(codec.UnsupportedCache, match="batch"):
         codec.sequence([KVCache()], 0)
+
+
+@pytest.mark.parametrize(("max_tokens", "leave_at"), [(5, 5), (5, 6), (9, 4), (1, 1)])
+def test_what_was_yielded_is_what_the_caches_hold(max_tokens: int, leave_at: int) -> None:
+    """However generation ends. So where no cache counts, a caller's list of tokens can be believed."""
+    model = tiny_llama()
+    caches = make_prompt_cache(model)
+    tokens = list(TOKENS[:20])
+    steps = generate_step(mx.array(tokens), model, max_tokens=max_tokens, prompt_cache=caches)
+    for n, (token, _) in enumerate(steps, start=1):
+        tokens.append(int(token))
+        if n == leave_at:
+            break
+    steps.close()
+    assert len(tokens) == 20 + min(max_tokens, leave_at)
+    assert codec.n_common(caches) == len(tokens)
