@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 from rewarm.state.chain import (
     Chain,
+    ChainMemo,
     as_tokens,
     block_key,
     common_prefix,
@@ -190,3 +191,40 @@ def test_b004_threads_that_share_a_chain_get_the_same_keys() -> None:
         for thread in threads:
             thread.join()
         assert wrong == []
+
+
+@given(st.lists(st.tuples(st.integers(0, 1), st.lists(st.integers(0, 1), max_size=14)), max_size=12))
+def test_a_memo_gives_the_keys_that_the_tokens_give(asked: list[tuple[int, list[int]]]) -> None:
+    memo = ChainMemo(3)
+    roots = [ROOT, root_key(4, FINGERPRINT, LAYOUT, b"another")]
+    for which, tokens in asked:
+        made = memo.chain(roots[which], as_tokens(tokens), 4)
+        fresh = Chain(roots[which], as_tokens(tokens), 4)
+        assert made.blocks() == fresh.blocks()
+        assert made.point(len(tokens)) == fresh.point(len(tokens))
+        assert [made.block(i) for i in range(made.n_blocks)] == fresh.blocks()
+
+
+def test_a_memo_hashes_only_what_is_new(monkeypatch: pytest.MonkeyPatch) -> None:
+    memo, hashed = ChainMemo(), []
+    monkeypatch.setattr("rewarm.state.chain.block_key", lambda *a: hashed.append(1) or block_key(*a))
+    tokens = list(range(400))
+    for end in (100, 200, 200, 150, 400):
+        memo.chain(ROOT, as_tokens(tokens[:end]), 4).blocks()
+    assert len(hashed) == 100
+    memo.chain(ROOT, as_tokens([*tokens[:42], 7, *tokens[43:]]), 4).blocks()
+    assert len(hashed) == 100 + 90
+    # Conversations that take turns are all remembered.
+    for _ in range(3):
+        for i in range(4):
+            memo.chain(ROOT, as_tokens([1000 + i, *tokens]), 4).blocks()
+    assert len(hashed) == 190 + 400
+
+
+def test_tokens_cannot_be_changed_under_their_keys() -> None:
+    given_tokens = np.arange(8)
+    own = as_tokens(given_tokens)
+    given_tokens[0] = 99
+    assert own[0] == 0
+    with pytest.raises(ValueError, match="read-only"):
+        own[0] = 5
