@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -42,6 +44,20 @@ def crowd(root: Path, n_processes: int, n_operations: int, max_files: int, n_kil
     driver.flush()
     assert driver.restore([*tokens, 1]).n_tokens == 17
     driver.assert_in_order()
+    driver.close()
+
+
+def test_a_process_that_comes_and_goes_leaves_the_others_their_log(tmp_path: Path) -> None:
+    driver = Driver(tmp_path / "kv")
+    driver.save(range(9), label="a")
+    driver.flush()
+    entry = driver.cache.entries()[0]
+    for pinned in (True, False, True):
+        (driver.cache.pin if pinned else driver.cache.unpin)(entry)
+        look = "import sys, rewarm; c = rewarm.open(sys.argv[1]); print([e.pinned for e in c.entries()]); c.close()"
+        seen = subprocess.run([sys.executable, "-c", look, driver.root], capture_output=True, text=True, check=True)
+        assert seen.stdout.strip() == f"[{pinned}]"
+        assert (driver.root / "index.db-wal").exists()
     driver.close()
 
 

@@ -44,7 +44,9 @@ class Connection:
             raise IndexFault(f"{path.name} is no plain file: move away what is there")
         with contextlib.suppress(OSError):
             # Before SQLite makes it: log and shared memory take over the file's mode, and hold token ids too.
-            os.close(os.open(path, os.O_RDWR | os.O_CREAT, 0o600))
+            # Never one that is there: closing it would drop the locks of this process' other connections (POSIX), and
+            # the next process to close would take itself for the last one and remove the log under them.
+            os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600))
         with self._faults():
             self._db = sqlite3.connect(path, timeout=busy_timeout_s, isolation_level=None, check_same_thread=False)
         try:
