@@ -49,6 +49,10 @@ class Refused(Exception):
     """The engine answered a request of ours with an error: its message."""
 
 
+FORKS_FLAGS = frozenset({"-fmoe", "--fused-moe", "-mla", "--mla-use", "-rtr", "--run-time-repack"})
+"""Flags that ik_llama.cpp has and llama.cpp has not."""
+
+
 @dataclass(frozen=True, slots=True)
 class Program:
     """What is run as the engine.
@@ -64,6 +68,11 @@ class Program:
     version: str
     flags: frozenset[str]
     reads_environment: bool
+
+    @property
+    def is_fork(self) -> bool:
+        """Whether it is ik_llama.cpp, whose slot files bear the same numbers and have another layout."""
+        return not FORKS_FLAGS.isdisjoint(self.flags)
 
 
 def find_program(binary: Path | None) -> Program:

@@ -61,10 +61,12 @@ class Probed:
     Attributes:
         cut_anywhere: whether the model's states may be cut at any token.
         flash_attention: "on" or "off"; "" where it does not tell.
+        why_not: why what is restored would be of no use to this build; "" when it is.
     """
 
     cut_anywhere: bool
     flash_attention: str
+    why_not: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -319,7 +321,8 @@ class Runner:
         pool = SlotPool(max(1, int(props.get("total_slots", 1))))
         if before is None or self._raw is None:
             return Opened(pool, why_not)
-        files = SlotFiles(self.engine, self._raw, before.facts.n_swa)
+        whole = "is one of ik_llama.cpp, which has a layout of its own" if self._program.is_fork else ""
+        files = SlotFiles(self.engine, self._raw, before.facts.n_swa, whole)
         try:
             probed = self._probe(files)
         except (Refused, NoRoom, OSError, KeyError) as error:
@@ -328,6 +331,9 @@ class Runner:
             why = f"This server cannot save its slots, so requests are served uncached: {error or 'no room'}"
             log.warning("rewarm: %s", why)
             return Opened(pool, (Reason.DISABLED, why))
+        if probed.why_not:
+            log.warning("rewarm: %s", probed.why_not)
+            return Opened(pool, (Reason.DISABLED, probed.why_not))
         pool.cut_anywhere = probed.cut_anywhere
         n_ctx = int(props.get("default_generation_settings", {}).get("n_ctx", 0)) or before.facts.n_ctx_train
         resolved = Resolved(self._build(props), probed.flash_attention, n_ctx)
@@ -364,7 +370,13 @@ class Runner:
         base = found.memory.base
         stream = next((s for s in base.streams if s is not None), None) if base is not None else None
         attention = "" if stream is None or not stream.values else ("off" if stream.v_trans else "on")
-        return Probed(states.state.layout().rows_only, attention)
+        why_not = ""
+        if found.memory.swa is not None and not files.has_checkpoints:
+            why_not = (
+                "This model has a sliding window, and this llama-server keeps no restore points in slot files "
+                "(builds from b11549 on do): it would evaluate everything again; requests are served uncached."
+            )
+        return Probed(states.state.layout().rows_only, attention, why_not)
 
     def _work(self, tier: Tier) -> None:
         """Start the threads that save and read for `tier`; those of an earlier one end by themselves."""

@@ -57,6 +57,8 @@ def from_state(
     tokens: Sequence[int] | npt.NDArray[np.int64],
     points: Sequence[SequenceState] = (),
     n_streams: int = 1,
+    *,
+    with_checkpoints: bool = True,
 ) -> list[Piece]:
     """A slot file that an unmodified llama-server restores: sequence 0, at the state's own length.
 
@@ -69,6 +71,7 @@ def from_state(
         points: restore points at shorter lengths, of the same layout.
         n_streams: streams of the server's cache, `CodecState.n_streams`: more than one with `-np` above 1 and
             without unified KV. The server refuses a file with another number.
+        with_checkpoints: whether the build reads checkpoints out of slot files.
 
     Returns:
         Pieces of bytes, to be written to a file one after the other; views of the state where possible.
@@ -84,7 +87,7 @@ def from_state(
     if media and not wrapped:
         raise UnknownLayout("cannot hold media in a token list without a header")
     checkpoints = None
-    if any(not name.startswith("attn.") for name in state.tensors):
+    if with_checkpoints and any(not name.startswith("attn.") for name in state.tensors):
         by_length = {point.n_tokens: point for point in (*points, state)}
         if any(point.n_tokens > state.n_tokens or _form(point) != (version, wrapped) for point in by_length.values()):
             raise UnknownLayout("cannot take restore points of another layout or behind its end")

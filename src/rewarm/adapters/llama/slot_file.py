@@ -4,7 +4,7 @@ Knows the layout of the file that `POST /slots/0?action=save` writes, and nothin
 store, no I/O. The file names neither the sections nor all that is in them, so `parse` tries every
 combination that is known and takes the one that ends exactly where the file ends.
 
-    file       u32 'ggsq', u32 version (3, 4), u32 n, i32 tokens[n], sections, [checkpoints]
+    file       u32 'ggsq', u32 version (2 to 4), u32 n, i32 tokens[n], sections, [checkpoints]
     tokens     plain ids, or: -1, 1, n, ids[n], n_media, keys[n_media], for each {u32 length, bytes}, zeros
     sections   attention; attention window; attention recurrent; attention window recurrent; recurrent
     attention  u32 streams, for each: u32 cells, and if there are any:
@@ -47,7 +47,7 @@ __all__ = ["SlotFile", "UnknownLayout", "parse", "parse_partial", "parse_tokens"
 FILE_MAGIC = 0x67677371
 BLOB_MAGIC = 0xAF143CD8
 CHECKPOINTS_MAGIC = 0x504B4353
-VERSIONS = (3, 4)
+VERSIONS = (2, 3, 4)
 TOKENS_VERSION = 1
 CHECKPOINTS_VERSION = 1
 NO_TOKEN = -1

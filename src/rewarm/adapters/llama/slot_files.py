@@ -56,14 +56,18 @@ class SlotFiles:
         engine: the server.
         raw: the folder that it saves to.
         n_swa: the model's sliding window in tokens; 0 without one.
+        whole: why files are kept whole, and never looked into; "" when they are.
 
     Attributes:
         n_streams: streams of the server's cache, as its slot files tell.
         nbytes_per_token: of a slot's file, as far as that is known.
+        has_checkpoints: whether the build writes its restore points into slot files, and reads them.
     """
 
-    def __init__(self, engine: Engine, raw: RawFolder, n_swa: int) -> None:
+    def __init__(self, engine: Engine, raw: RawFolder, n_swa: int, whole: str = "") -> None:
+        self._whole = whole
         self.n_streams = 1
+        self.has_checkpoints = True
         self._least = (0, 0)
         self.nbytes_per_token = 0.0
         self._engine = engine
@@ -110,9 +114,12 @@ class SlotFiles:
             OSError: it cannot be read.
         """
         try:
+            if self._whole:
+                raise UnknownLayout(self._whole)
             found = slot_file.parse(memoryview((self._raw.path / file.name).read_bytes()))
             states = codec.to_state(found, self._n_swa)
             self.n_streams = states.n_streams
+            self.has_checkpoints = found.checkpoints is not None
             self._least = (file.n_tokens, file.nbytes)
             return found, states
         finally:
@@ -150,7 +157,9 @@ class SlotFiles:
 
     def _pieces(self, state: SequenceState, tokens: Tokens) -> Sequence[Piece]:
         whole = codec.whole_file(state)
-        return [whole] if whole is not None else codec.from_state(state, tokens, n_streams=self.n_streams)
+        if whole is not None:
+            return [whole]
+        return codec.from_state(state, tokens, n_streams=self.n_streams, with_checkpoints=self.has_checkpoints)
 
     def _read(self, path: Path, file: RawFile) -> CodecState | None:
         with path.open("rb") as stream:
@@ -164,6 +173,8 @@ class SlotFiles:
             growth = (len(data) - nbytes_least) / (file.n_tokens - n_least)
             self.nbytes_per_token = max(self.nbytes_per_token, growth)
         try:
+            if self._whole:
+                raise UnknownLayout(self._whole)
             slot = slot_file.parse(data)
             return codec.to_state(slot, self._n_swa) if len(slot.tokens) else None
         except UnknownLayout as error:
