@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, get_args
 
 from rewarm.gateway.cache_admin import CacheAdmin
@@ -123,27 +123,32 @@ class EntryTable:
         self._query = replace(self._query, offset=max(0, self._query.offset + by * PAGE_ROWS))
         await self.refresh()
 
-    async def pin(self, row: Row) -> None:
+    async def pin(self, entry_id: str) -> None:
         """Pin an entry, or take its pin away."""
-        await self._do(lambda: self._admin.disk_cache.pin(row.entry.id, pinned=not row.entry.pinned))
+        row = self._row(entry_id)
+        if row is not None:
+            await self._do(lambda: self._admin.disk_cache.pin(entry_id, pinned=not row.entry.pinned))
 
-    async def ask(self, row: Row | None) -> None:
+    async def ask(self, entry_id: str | None) -> None:
         """Ask whether an entry is to be forgotten; None: no more."""
-        if row is None:
-            self._asking = None
-        else:
-            entry_id = row.entry.id
-            found = await self._do(lambda: self._admin.disk_cache.forget(entry_id, dry_run=True))
+        self._asking = None
+        row = self._row(entry_id) if entry_id is not None else None
+        if row is not None:
+            found = await self._do(lambda: self._admin.disk_cache.forget(row.entry.id, dry_run=True))
             if isinstance(found, Removal):
                 frees = f"It frees {words.removal(found)}." if found.n_files else "It frees nothing."
                 shared = " What it shares with others stays." if row.entry.nbytes > row.entry.own_nbytes else ""
-                self._asking = (entry_id, f"Forget “{row.title}”? {frees}{shared}")
+                self._asking = (row.entry.id, f"Forget “{row.title}”? {frees}{shared}")
         self._show()
 
-    async def forget(self, row: Row) -> None:
-        """Erase an entry."""
-        self._asking = None
-        await self._do(lambda: self._admin.disk_cache.forget(row.entry.id, dry_run=False))
+    async def forget(self) -> None:
+        """Erase the entry that was asked about."""
+        asking, self._asking = self._asking, None
+        if asking is not None:
+            await self._do(lambda: self._admin.disk_cache.forget(asking[0], dry_run=False))
+
+    def _row(self, entry_id: str) -> Row | None:
+        return next((row for row in self._found.rows if row.entry.id == entry_id), None)
 
     async def _do(self, act: Callable[[], Any]) -> Any:
         """Do something on a thread, tell what went wrong, and show how it is now; what `act` gave."""
@@ -201,13 +206,8 @@ _SEARCH = (
 )
 
 
-@dataclass(frozen=True, slots=True)
-class _Cells:
-    """The texts of a row, as shown last."""
-
-    title: str
-    under: str
-    numbers: tuple[str, ...]
+# The entry that the browser shows at the moment of the click: another one may have come to its place here.
+_WHOSE = "(e) => emit(e.currentTarget.dataset.entry)"
 
 
 class _RowView:
@@ -215,7 +215,6 @@ class _RowView:
 
     def __init__(self, table: EntryTable, number: int) -> None:
         self._table = table
-        self._row: Row | None = None
         self._line = element("tr", "rc-row rw-hidden", role="row")
         with self._line:
             with element("td", "rc-title", role="cell"):
@@ -226,9 +225,12 @@ class _RowView:
                 self._pin = element("button", "rw-button rc-small rc-pin", type="button")
                 with self._pin:
                     self._pin_words = text("Pin")
-                on_click(self._pin, self._on_pin)
+                self._pin.on("click", lambda e: self._on_pin(e.args), js_handler=_WHOSE)
             with element("td", "rc-acts", role="cell"):
-                self._forget = action("Forget", self._on_ask, "rc-small rc-forget")
+                self._forget = element("button", "rw-button rc-small rc-forget", type="button")
+                with self._forget:
+                    text("Forget")
+                self._forget.on("click", lambda e: self._on_ask(e.args), js_handler=_WHOSE)
         self._below = element("tr", "rc-asking rw-hidden", role="row")
         with self._below, element("td", colspan=str(len(_COLUMNS) + 1), role="cell"), element("div", "rc-question"):
             self._question = text("", "rc-question-words")
@@ -237,7 +239,6 @@ class _RowView:
 
     def show(self, row: Row | None, question: str, now_s: float) -> None:
         """Fill the row; None: there is none at this place."""
-        self._row = row
         set_class(self._line, "rw-hidden", is_on=row is None)
         set_class(self._below, "rw-hidden", is_on=not question)
         set_text(self._question, question)
@@ -256,24 +257,23 @@ class _RowView:
         )
         for cell, said in zip(self._numbers, cells, strict=True):
             set_text(cell, said)
+        set_prop(self._pin, "data-entry", entry.id)
+        set_prop(self._forget, "data-entry", entry.id)
         set_prop(self._pin, "aria-pressed", "true" if entry.pinned else "false")
         set_prop(self._pin, "aria-label", f"{'Unpin' if entry.pinned else 'Pin'} “{row.title}”")
         set_class(self._pin, "rc-on", is_on=entry.pinned)
         set_text(self._pin_words, "Pinned" if entry.pinned else "Pin")
         set_prop(self._forget, "aria-label", f"Forget “{row.title}”")
 
-    async def _on_pin(self) -> None:
-        if self._row is not None:
-            await self._table.pin(self._row)
+    async def _on_pin(self, entry_id: Any) -> None:
+        await self._table.pin(str(entry_id))
 
-    async def _on_ask(self) -> None:
-        if self._row is not None:
-            await self._table.ask(self._row)
-            self._yes.run_method("focus")
+    async def _on_ask(self, entry_id: Any) -> None:
+        await self._table.ask(str(entry_id))
+        self._yes.run_method("focus")
 
     async def _on_yes(self) -> None:
-        if self._row is not None:
-            await self._table.forget(self._row)
+        await self._table.forget()
 
     async def _on_no(self) -> None:
         await self._table.ask(None)
