@@ -78,6 +78,7 @@ class Identity:
         _check_settings({**values, "scales": [scale for _, scale in adapters]}, settings)
         self = cls.__new__(cls)
         self._prepare(name if name is not None else model_files.display_name(Path(path)))
+        self._path = os.path.abspath(path)  # noqa: PTH100  # the path as people know it: links are not followed
         try:
             work = _Work(Path(path), [(Path(where), scale) for where, scale in adapters], parts)
         except (OSError, NoIdentity) as error:
@@ -125,6 +126,11 @@ class Identity:
         return self._name
 
     @property
+    def path(self) -> str | None:
+        """Where the model lay when it was identified, absolute; a hint, and no part of the identity."""
+        return self._path
+
+    @property
     def fields(self) -> Mapping[str, Value]:
         """What is hashed, in normal form; empty as long as the fingerprint is not known. Not to be changed."""
         return MappingProxyType(self._fields)
@@ -164,6 +170,18 @@ class Identity:
                 return
         self._call(callback)
 
+    def with_field(self, name: str, value: Value) -> Identity:
+        """The identity that differs in one field; of the same files, name and path.
+
+        Raises:
+            ValueError: the fingerprint is not known, or an identity cannot hold the value.
+        """
+        if self._fingerprint is None:
+            raise ValueError("an identity that is not known yet has no fields")
+        other = Identity({**self._fields, name: value}, self._name)
+        other._path, other._work = self._path, self._work
+        return other
+
     def files_unchanged(self) -> bool:
         """Whether the files are still those that were found at construction. Reads no content.
 
@@ -183,6 +201,7 @@ class Identity:
 
     def _prepare(self, name: str | None) -> None:
         self._name = name
+        self._path: str | None = None
         self._fields: Mapping[str, Value] = {}
         self._fingerprint: bytes | None = None
         self._error: str | None = None

@@ -122,6 +122,7 @@ class Notes:
     paths: list[tuple[Key, ...]] = field(default_factory=list)
     ends: list[Key] = field(default_factory=list)
     bad: list[tuple[RecordName, str, bool]] = field(default_factory=list)
+    tasks: list[Callable[[], None]] = field(default_factory=list)
     forgets: int | None = None
     index_is_broken: bool = False
     n_attached: int = 0
@@ -130,8 +131,9 @@ class Notes:
         """Put back what could not be stored, before what has come since."""
         self.paths[:0] = other.paths
         self.ends[:0] = other.ends
+        self.tasks[:0] = other.tasks
         self.bad = [*other.bad, *self.bad][-MAX_BAD:]
         self.forgets = other.forgets if self.forgets is None else self.forgets
         self.index_is_broken = self.index_is_broken or other.index_is_broken
         self.n_attached = max(self.n_attached, other.n_attached)
-        del self.paths[:-MAX_PATHS], self.ends[:-MAX_PATHS]
+        del self.paths[:-MAX_PATHS], self.ends[:-MAX_PATHS], self.tasks[:-MAX_PATHS]

@@ -101,6 +101,7 @@ class Namespace:
         if match.n_tokens:
             self._writer.note(match.plan.path)
             self._writer.want(match.plan.path)
+            self._saver.seen()
         elif match.reason is not Reason.HIT:  # a prompt of one token asks for nothing
             self._stats.miss(match.reason)
         return match

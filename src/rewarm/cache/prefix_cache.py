@@ -24,6 +24,7 @@ import platformdirs
 from rewarm.cache import stats as counting
 from rewarm.cache.arena import Arena
 from rewarm.cache.explain import Explanation, explain
+from rewarm.cache.gone import Gone
 from rewarm.cache.identity import Identity
 from rewarm.cache.memory import queue_limit
 from rewarm.cache.namespace import Match, Namespace
@@ -75,6 +76,8 @@ class PrefixCache:
         self._pool = ReadPool()
         self._looks = ReadPool(1, "rewarm-look")
         self._lists = ReadPool(1, "rewarm-list")
+        self._gone = Gone(store, self._lists)
+        store.gone = self._gone.known
         self._closed = False
         self._usage: dict[str, int] = {}
         # At interpreter exit what still waits is written, or said to be lost.
@@ -112,6 +115,10 @@ class PrefixCache:
     def queue_free_bytes(self) -> int:
         """Bytes that the queue of saves can still take: what it refused before may be saved again."""
         return self._writer.free_bytes
+
+    def gone(self) -> dict[str, str]:
+        """Models that are gone, by fingerprint: `missing` or `replaced`. What is kept of them makes room first."""
+        return {fingerprint.hex(): why for fingerprint, why in self._gone.known().items()}
 
     def cautions(self) -> list[str]:
         """Why nothing can be saved as things are, in sentences: limits that leave no room. Reads the disk."""

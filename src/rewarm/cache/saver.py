@@ -30,6 +30,8 @@ from rewarm.store.store import Store
 log = logging.getLogger("rewarm.cache")
 
 LOOK_DEADLINE_S = 0.2
+DESCRIBED_S = 3600.0
+"""How old what a namespace's folder says of its last use may become."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,6 +91,7 @@ class Saver:
         self._identity = identity
         self._chain_of = chain_of
         self._described_at = 0
+        self._described_s = 0.0
 
     def save(self, own: Tokens, state: SequenceState, layout: Layout, ending: Ending) -> SaveReport:
         """Queue what is not stored of `state`, the oldest rows first, as much as the queue has room for."""
@@ -180,10 +183,27 @@ class Saver:
 
     def _ready(self, save: Save | None) -> Save | None:
         """On the writer's thread, before a save: the namespace's folder says whose it is."""
-        if save is not None and self._described_at != self._shared.store.n_attached:
-            try:
-                self._shared.store.describe(save.fingerprint, describe(self._identity, self._shared.clock()))
-                self._described_at = self._shared.store.n_attached
-            except OSError as error:
-                log.debug("identity.json waits: %s", error)
+        if save is not None:
+            self._describe()
         return save
+
+    def seen(self) -> None:
+        """Something of the namespace was found: its folder says so, before long."""
+        if self._is_due():
+            self._shared.writer.later(self._describe)
+
+    def _is_due(self) -> bool:
+        since = abs(self._shared.clock() - self._described_s)
+        return self._described_at != self._shared.store.n_attached or since > DESCRIBED_S
+
+    def _describe(self) -> None:
+        fingerprint, store = self._identity.fingerprint_bytes, self._shared.store
+        if fingerprint is None or not self._is_due():
+            return
+        now_s = self._shared.clock()
+        try:
+            store.describe(fingerprint, describe(self._identity, now_s, store.description(fingerprint)))
+        except OSError as error:
+            log.debug("identity.json waits: %s", error)
+        else:
+            self._described_at, self._described_s = store.n_attached, now_s

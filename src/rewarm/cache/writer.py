@@ -147,6 +147,11 @@ class Writer:
             self._notes.bad.append((name, why, missing))
             self._changed.notify_all()
 
+    def later(self, task: Callable[[], None]) -> None:
+        """Have `task` done on this thread within a second or so, when the root can be used."""
+        with self._changed:
+            self._notes.tasks.append(task)
+
     def on_forget(self, callback: Callable[[Forgotten], None]) -> None:
         """Have `callback(forgotten)` called when a conversation is forgotten, by whichever process."""
         self._on_forget.append(callback)
@@ -449,6 +454,8 @@ class Writer:
                 notes.paths, notes.ends = [], []
             self._store.erase_log()
             stored = True
+            while notes.tasks:
+                notes.tasks.pop(0)()
             while notes.bad:
                 self._settle(*notes.bad[0])
                 notes.bad.pop(0)

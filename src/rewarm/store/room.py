@@ -6,7 +6,7 @@ what is free on the disk. Called inside transactions; owns none.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from rewarm.state.chain import Key
@@ -36,12 +36,17 @@ class Removal:
 
 
 class Room:
-    """Makes room in one root."""
+    """Makes room in one root.
+
+    Attributes:
+        gone: fingerprints of namespaces whose records go before others.
+    """
 
     def __init__(self, index: Index, files: Files, entries: Entries) -> None:
         self.index = index
         self.files = files
         self.entries = entries
+        self.gone: Collection[bytes] = ()
 
     def need(self, limits: Limits, nbytes: int, n_files: int) -> Need:
         """What must go before `nbytes` bytes in `n_files` files may come; quarantine goes first."""
@@ -83,7 +88,13 @@ class Room:
         if need.is_met():
             return []
         spared = self.entries.path() | set(path)
-        return choose(self.index.by_use, need, spared, wanted, self.index.hanging)
+        return choose(self._in_order, need, spared, wanted, self.index.hanging)
+
+    def _in_order(self) -> Iterator[Row]:
+        """Live records in the order in which they go: those of models that are gone first."""
+        for fingerprint in sorted(self.gone):
+            yield from self.index.by_use(fingerprint)
+        yield from self.index.by_use()
 
     def condemn(self, rows: Sequence[Row], intent: int) -> None:
         """Nobody finds `rows` any more; entries that end there are shortened."""

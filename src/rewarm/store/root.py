@@ -57,7 +57,7 @@ class Root:
         writing: held by whatever writes or removes: one such thing at a time in a process.
         rebuilt: whether the index had to be built anew.
         n_attached: how often the folder was opened: once, and each time that it was changed from outside.
-        lock, files, index, reader, entries, remover, recovery, committer: what is open; `reader` is a connection
+        lock, files, index, reader, entries, room, remover, recovery, committer: what is open; `reader` is a connection
             of its own for look-ups.
 
     Raises:
@@ -69,6 +69,7 @@ class Root:
     index: Index
     reader: Index
     entries: Entries
+    room: Room
     recovery: Recovery
     remover: Remover
     committer: Committer
@@ -139,7 +140,7 @@ class Root:
         try:
             path.chmod(0o600)
             self.entries = Entries(self.index)
-            room = Room(self.index, self.files, self.entries)
+            self.room = room = Room(self.index, self.files, self.entries)
             self.recovery = Recovery(self.index, self.files, self.entries, self.lock)
             self.remover = Remover(room, self.recovery, self.lock)
             self.committer = Committer(room, self.recovery, self.remover, self.lock, self._crew)

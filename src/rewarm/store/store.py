@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -41,13 +41,18 @@ MAX_BLOCK_TOKENS = 2**20
 
 
 class Store:
-    """An open root."""
+    """An open root.
+
+    Attributes:
+        gone: asked before room is made: fingerprints of the namespaces that make room first.
+    """
 
     def __init__(self, root: Root) -> None:
         self._root = root
         self._bad: dict[Key, Reason] = {}
         self._layouts: dict[bytes, Layout] = {}
         self._log_is_due = False
+        self.gone: Callable[[], Collection[bytes]] = tuple
         self._listed: tuple[tuple[int, int], list[Entry]] | None = None
         self._described = self._read_descriptions()
 
@@ -191,6 +196,7 @@ class Store:
         """Write a save; see `Committer.write`."""
         with self._root.writing:
             self.look_after()
+            self._root.room.gone = self.gone()
             outcome = self._root.committer.write(save, self._limits, wanted, now_s)
             for draft in save.drafts:
                 self._bad.pop(draft.name.key, None)
@@ -390,6 +396,7 @@ class Store:
         with self._root.writing:
             with self._root.index.transaction():
                 self._root.change_settings(limits=limits.over(self.settings().limits))
+            self._root.room.gone = self.gone()
             removed = self._root.remover.shrink(self._limits)
         for caution in self.cautions():
             log.warning("%s", caution)
@@ -455,6 +462,11 @@ class Store:
             if path.is_file() and not path.is_symlink() and not folder.is_symlink():
                 return path.read_bytes()
         return None
+
+    def read_descriptions(self) -> dict[bytes, bytes]:
+        """`identity.json` of each namespace by fingerprint, read anew."""
+        self._described = self._read_descriptions()
+        return dict(self._described)
 
     def _read_descriptions(self) -> dict[bytes, bytes]:
         found: dict[bytes, bytes] = {}
