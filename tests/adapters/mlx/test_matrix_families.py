@@ -49,7 +49,7 @@ DECODED = (14, 15, 16, 17, 18, 31, 33, 40)
 
 
 @pytest.mark.parametrize(("name", "dtype"), CASES)
-def test_restored_goes_on_as_the_live_one(name: str, dtype: str, tmp_path: Path) -> None:
+def test_b001_restored_goes_on_as_the_live_one(name: str, dtype: str, tmp_path: Path) -> None:
     it = runner(name, dtype)
     with shelves(tmp_path / "kv") as cache:
         plans = [spans(n) for n in LENGTHS] + [[*spans(13), *one_by_one(n, 13)] for n in DECODED]
@@ -89,7 +89,7 @@ DIVERGE = (9, 12, 16, 20, 24, 31, 33, 34, 39, 40)
 
 
 @pytest.mark.parametrize(("name", "dtype"), CASES)
-def test_divergence_gives_the_longest_that_is_true(name: str, dtype: str, tmp_path: Path) -> None:
+def test_b003_b014_divergence_gives_the_longest_that_is_true(name: str, dtype: str, tmp_path: Path) -> None:
     it = runner(name, dtype)
     with shelves(tmp_path / "kv") as cache:
         shelf = Shelf(cache, "one conversation", it)
@@ -157,7 +157,7 @@ def test_a_release_whose_chunks_slide_too_far_is_refused() -> None:
             codec.check(runner("llama4").fresh())
 
 
-def test_every_class_of_the_release_has_a_codec_or_is_one_of_a_batch() -> None:
+def test_b087_every_class_of_the_release_has_a_codec_or_is_one_of_a_batch() -> None:
     """A class that is new in a release fails here, before anybody meets it."""
     found = {
         name for name, one in vars(mlx_cache).items() if isinstance(one, type) and issubclass(one, mlx_cache._BaseCache)

@@ -54,13 +54,13 @@ def tiny_llama(layers: int = 2, vocab: int = 512, seed: int = 0, dtype: mx.Dtype
     return _random(llama.Model(llama.ModelArgs.from_dict(llama_config(layers, vocab))), seed, dtype)
 
 
-def tiny(family: str, dtype: mx.Dtype = mx.float32, seed: int = 0) -> Any:
+def tiny(family: str, dtype: mx.Dtype = mx.float32, seed: int = 0, **changes: Any) -> Any:
     """A model of `families.FAMILIES` with random weights; the same seed gives the same ones.
 
     In bfloat16 the experts of a mixture stay in float32: MLX's CPU backend gathers no other. What follows the
     first of them is then float32 too, so such a state holds elements of both types.
     """
-    return _random(_made(config_of(family)), seed, dtype)
+    return _random(_made(config_of(family) | changes), seed, dtype)
 
 
 def write_model(folder: Path, config: dict[str, Any], tokenizer_from: Path, seed: int = 0) -> Path:

@@ -11,7 +11,8 @@ on the thread that made it. Knows nothing of tokens, models or the store.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import mlx.core as mx
@@ -104,10 +105,11 @@ def encode(caches: Sequence[Any], n_tokens: int | None = None, *, quantised_from
         raise ValueError(f"{n} tokens of caches that hold {held}")
     if n == 0:
         return SequenceState(0, {})
-    mx.eval([array for cache in caches for array in _codec_of(cache).arrays(cache)])
     taken = Taken(n, n if held is None else held, quantised_from)
-    for i, cache in enumerate(caches):
-        _codec_of(cache).encode(cache, taken.under(f"layers.{i:03d}"))
+    with _refusal("taken apart"):
+        mx.eval([array for cache in caches for array in _codec_of(cache).arrays(cache)])
+        for i, cache in enumerate(caches):
+            _codec_of(cache).encode(cache, taken.under(f"layers.{i:03d}"))
     quantised = any("QuantizedKVCache" in name for cache in caches for name in _class_names(cache))
     return SequenceState(n, taken.tensors, taken.meta, (quantised_from or 0) if quantised else 0)
 
@@ -122,10 +124,13 @@ def decode(state: SequenceState, fresh: Sequence[Any], buffers: Buffers | None =
         UnsupportedCache: a class has no codec, or the state was not made from such caches.
     """
     check(fresh)
+    if state.n_tokens == 0:
+        return list(fresh)
     given = Given(state, buffers)
-    made = [_codec_of(cache).decode(given.under(f"layers.{i:03d}"), cache) for i, cache in enumerate(fresh)]
-    given.check_used_up()
-    mx.eval([array for cache in made for array in _codec_of(cache).arrays(cache)])
+    with _refusal("put together"):
+        made = [_codec_of(cache).decode(given.under(f"layers.{i:03d}"), cache) for i, cache in enumerate(fresh)]
+        given.check_used_up()
+        mx.eval([array for cache in made for array in _codec_of(cache).arrays(cache)])
     return made
 
 
@@ -139,6 +144,17 @@ def sequence(caches: Sequence[Any], index: int) -> list[Any]:
         return [cache.extract(index) for cache in caches]
     except (AttributeError, TypeError) as error:
         raise UnsupportedCache(f"a batch without one sequence's caches in it: {error}") from error
+
+
+@contextlib.contextmanager
+def _refusal(what: str) -> Iterator[None]:
+    """Turn what goes wrong inside a codec into a refusal: a save that fails must not take a reply with it."""
+    try:
+        yield
+    except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
+        if isinstance(error, UnsupportedCache):
+            raise
+        raise UnsupportedCache(f"caches that cannot be {what} ({type(error).__name__}: {error})") from error
 
 
 def _why_not(cache: Any) -> list[str]:
