@@ -61,7 +61,8 @@ def essence(slot: SlotFile) -> Any:
         if isinstance(section, KvSection):
             positions += [None if s is None else s.positions.tolist() for s in section.streams]
     checkpoints = [c.n_tokens for c in slot.checkpoints or ()]
-    return len(slot.tokens), slot.version, slot.wrapped, shapes, positions, checkpoints
+    # Versions 2 and 3 have one structure.
+    return len(slot.tokens), slot.version > 3, slot.wrapped, shapes, positions, checkpoints
 
 
 def row_bytes(raw: bytes) -> np.ndarray[Any, Any]:
