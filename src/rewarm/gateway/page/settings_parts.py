@@ -113,7 +113,7 @@ class TextSetting:
                 type="text",
                 autocomplete="off",
                 spellcheck="false",
-                placeholder=placeholder,
+                **({"placeholder": placeholder} if placeholder else {}),
             )
             self._field.on("change", lambda e: self._typed(e.args), js_handler="(e) => emit(e.target.value)")
         self._row = row
