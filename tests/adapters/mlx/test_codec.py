@@ -12,6 +12,8 @@ from matrix import runner, same
 from mlx_lm.generate import generate_step
 from mlx_lm.models.cache import (
     ArraysCache,
+    BatchKVCache,
+    BatchRotatingKVCache,
     CacheList,
     KVCache,
     RotatingKVCache,
@@ -309,18 +311,39 @@ def test_a_batch_is_saved_sequence_by_sequence(name: str) -> None:
         one = codec.sequence(batch, i)
         assert codec.n_held(one, n) == n
         state, want = codec.encode(one, n), codec.encode(singles[i], n)
+        assert difference(state, codec.encode([cache.extract(i) for cache in batch], n)) == ""
         assert state.tensors.keys() == want.tensors.keys()
         for tensor in want.tensors:
             np.testing.assert_array_equal(state.tensors[tensor].array, want.tensors[tensor].array)
         restored = codec.decode(copied(state), it.fresh())
         # A batch keeps a ring in token order, so the extracted cache is the measure.
         more = [(n, n + 3), (n + 3, n + 4)]
-        assert same(it.run(restored, TOKENS[i:], more), it.run(one, TOKENS[i:], more))
+        extracted = [cache.extract(i) for cache in batch]
+        assert same(it.run(restored, TOKENS[i:], more), it.run(extracted, TOKENS[i:], more))
 
 
-def test_what_cannot_be_extracted_is_refused() -> None:
-    with pytest.raises(codec.UnsupportedCache, match="batch"):
-        codec.sequence([KVCache()], 0)
+def test_a_sequence_of_a_batch_is_encoded_without_a_copy() -> None:
+    it = runner("llama")
+    long, short = (it.cold(TOKENS, [(0, n)])[0] for n in (9, 5))
+    batch = [KVCache.merge(list(pair)) for pair in zip(long, short, strict=True)]
+    state = codec.encode(codec.sequence(batch, 1), 5)
+    whole = np.array(batch[0].keys, copy=False)
+    assert np.shares_memory(state.tensors["layers.000.keys"].array, whole)
+    np.testing.assert_array_equal(state.tensors["layers.000.keys"].array, whole[1:, :, 4:9])
+
+
+def test_a_batch_whose_prompts_are_not_settled_is_refused() -> None:
+    rows, ring, states = BatchKVCache([0, 0]), BatchRotatingKVCache(8, [0, 0]), ArraysCache(1)
+    rows.prepare(right_padding=[0, 3])
+    ring.prepare(right_padding=[0, 3], lengths=[5, 2])
+    for cache in (rows, ring, KVCache()):
+        with pytest.raises(codec.UnsupportedCache, match="middle of prompts|no batch"):
+            codec.sequence([CacheList(cache)], 0)
+    states[0] = mx.zeros((2, 3))
+    states.prepare(lengths=[5, 2])
+    one = codec.sequence([states, KVCache.merge([KVCache(), KVCache()])], 1)
+    with pytest.raises(codec.UnsupportedCache, match="not finished"):
+        codec.encode(one[:1], 2)
 
 
 @pytest.mark.parametrize(("max_tokens", "leave_at"), [(5, 5), (5, 6), (9, 4), (1, 1)])

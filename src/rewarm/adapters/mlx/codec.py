@@ -19,6 +19,7 @@ import mlx.core as mx
 
 from rewarm.adapters.mlx.codecs.attention import QuantisedCodec, RowsCodec
 from rewarm.adapters.mlx.codecs.base import CacheCodec
+from rewarm.adapters.mlx.codecs.batches import one_of
 from rewarm.adapters.mlx.codecs.states import ArraysCodec, LayerCodec, ListCodec, agreed
 from rewarm.adapters.mlx.codecs.tensors import Buffers, Given, Taken, UnsupportedCache
 from rewarm.adapters.mlx.codecs.windows import ChunkedCodec, RotatingCodec, chunks_slide_too_far
@@ -135,15 +136,13 @@ def decode(state: SequenceState, fresh: Sequence[Any], buffers: Buffers | None =
 
 
 def sequence(caches: Sequence[Any], index: int) -> list[Any]:
-    """One sequence's caches out of a batch's, as the engine extracts them.
+    """One sequence's caches out of a batch's, to be encoded: they share the batch's memory where they can.
 
     Raises:
-        UnsupportedCache: a cache cannot be extracted from.
+        UnsupportedCache: a cache is no batch's, or its prompts are not yet settled.
     """
-    try:
-        return [cache.extract(index) for cache in caches]
-    except (AttributeError, TypeError) as error:
-        raise UnsupportedCache(f"a batch without one sequence's caches in it: {error}") from error
+    with _refusal("taken out of their batch"):
+        return [one_of(cache, index) for cache in caches]
 
 
 @contextlib.contextmanager
