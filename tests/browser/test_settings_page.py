@@ -165,9 +165,9 @@ def test_records_are_left_and_found_again(filled: Any, open_page: Open, tmp_path
         page.get_by_label("Another folder").press("Enter")
         if n_entries:
             expect(page.get_by_text("It holds a cache already")).to_be_visible()
-            expect(page.get_by_role("radio", name="Move what is kept there")).to_be_disabled()
+            expect(page.get_by_role("radio", name="Bring along what is kept")).to_be_disabled()
         else:
-            page.get_by_role("radio", name="Leave what is kept here").check()
+            page.get_by_role("radio", name="Leave what is kept where it is").check()
         page.get_by_role("button", name="Use this folder").click()
         expect(page.get_by_text(f"The cache is in {folder}.")).to_be_visible(timeout=30_000)
         assert told(filled, "entries")["n_all"] == n_entries

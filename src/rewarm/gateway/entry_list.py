@@ -6,6 +6,7 @@ tokenizer. Its methods read the disk: call them on a thread.
 
 from __future__ import annotations
 
+import datetime as dt
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -151,10 +152,14 @@ def _changes(cache: PrefixCache) -> tuple[object, ...]:
 
 
 def title_of(entry: Entry, titles: Mapping[str, str]) -> str:
-    """What an entry is called: its conversation's title, else its label, else what ended there."""
+    """What an entry is called: its conversation's title, else its label, else what ended there, or when it began."""
     if entry.label:
         return titles.get(entry.label) or entry.label
-    return _PLAIN_TITLES.get(entry.boundary, "Conversation without a name")
+    plain = _PLAIN_TITLES.get(entry.boundary)
+    if plain is not None:
+        return plain
+    begun = dt.datetime.fromtimestamp(entry.created_s).astimezone()
+    return f"Unnamed, of {begun.day} {begun:%b %Y, %H:%M}"
 
 
 def _is_meant(row: Row, words: list[str], model: str | None) -> bool:

@@ -63,8 +63,10 @@ class PlaceCard:
             name = unique("records")
             with element("fieldset", "rc-choice"):
                 text("What is kept so far", "rw-visually-hidden", tag="legend")
-                self._move = self._radio(name, "move", "Move what is kept there", "Checked, then removed here.")
-                self._leave = self._radio(name, "leave", "Leave what is kept here", "It is not used any more.")
+                hint = "It is copied, checked, and then removed here."
+                self._move = self._radio(name, "move", "Bring along what is kept", hint)
+                hint = "It is not used from there on."
+                self._leave = self._radio(name, "leave", "Leave what is kept where it is", hint)
             with element("div", "rw-row"):
                 action("Use this folder", self._use, "rw-primary")
                 action("Cancel", self._cancel)
