@@ -135,7 +135,7 @@ class Handler(BaseHTTPRequestHandler):
             self._json(200, {"prompt": template(body)})
         elif route.startswith("/slots/"):
             self._slot_action(int(route.rsplit("/", 1)[1]), self.path.partition("action=")[2], body)
-        elif route in ("/completion", "/v1/completions", "/v1/chat/completions"):
+        elif route in ("/completion", "/v1/completions", "/v1/chat/completions", "/v1/messages", "/v1/responses"):
             self._complete(route, body)
         elif route == "/v1/embeddings":
             self._json(501, {"error": {"message": "no embeddings", "type": "not_supported_error", "code": 501}})
@@ -155,6 +155,8 @@ class Handler(BaseHTTPRequestHandler):
             if action == "erase":
                 slot.cut(0)
                 self._json(200, {"id_slot": number, "n_erased": 0})
+            elif action == "save" and self.server.behaviour.get("cannot_save"):
+                self._json(501, {"error": {"message": "This server does not support slots action.", "code": 501}})
             elif action == "save":
                 if self.server.behaviour.get("saves_slowly"):
                     time.sleep(0.5)
@@ -175,7 +177,7 @@ class Handler(BaseHTTPRequestHandler):
                 self._json(200, {"id_slot": number, "n_restored": n, "n_read": path.stat().st_size})
 
     def _complete(self, route: str, body: dict[str, Any]) -> None:
-        text = template(body) if "messages" in body else body["prompt"]
+        text = template(as_chat(body)) if "prompt" not in body else body["prompt"]
         tokens = text if isinstance(text, list) else tokenise(text, special=True)
         slot = self.server.slots[body.get("id_slot", 0) % len(self.server.slots)]
         with slot.lock:
@@ -199,6 +201,10 @@ class Handler(BaseHTTPRequestHandler):
             self.send_header("Transfer-Encoding", "chunked")
             self.send_header("Access-Control-Allow-Origin", "*")
             self.end_headers()
+        if streams and body.get("return_progress") and self.server.behaviour.get("reports_progress"):
+            for done in (reply.n_prompt // 2, reply.n_prompt):
+                told = {"total": reply.n_prompt, "cache": 0, "processed": done, "time_ms": 1}
+                self._chunk({"choices": [{"index": 0, "delta": {"content": None}}], "prompt_progress": told})
         said = self._generate(slot, reply, streams=streams)
         usage = {
             "prompt_tokens": reply.n_prompt,
@@ -212,6 +218,13 @@ class Handler(BaseHTTPRequestHandler):
                 end["usage"] = usage
             self._chunk(end)
             self.wfile.write(b"e\r\ndata: [DONE]\n\n\r\n0\r\n\r\n")
+        elif route in ("/v1/messages", "/v1/responses"):
+            n_cached = reply.timings["cache_n"]
+            if route == "/v1/messages":
+                told = {"cache_read_input_tokens": n_cached, "input_tokens": reply.n_prompt - n_cached}
+            else:
+                told = {"input_tokens": reply.n_prompt, "input_tokens_details": {"cached_tokens": n_cached}}
+            self._json(200, {"content": said, "usage": {**told, "output_tokens": reply.n}})
         elif route == "/completion":
             self._json(200, {"content": said, "stop_type": "limit", "tokens_evaluated": 1, "timings": timings})
         elif route == "/v1/completions":
@@ -260,9 +273,22 @@ def tokenise(text: str, *, special: bool) -> list[int]:
     return [BOS] * special + list(text.encode())
 
 
+def as_chat(body: dict[str, Any]) -> dict[str, Any]:
+    """A request of any of the three APIs, as messages."""
+    head = body.get("system") or body.get("instructions")
+    asked = body.get("messages") or body.get("input")
+    rest = [{"role": "user", "content": asked}] if isinstance(asked, str) else asked
+    return {"messages": [*([{"role": "system", "content": head}] if head else []), *rest]}
+
+
+def plain(content: Any) -> str:
+    """The text of a content that is one, or of its parts."""
+    return content if isinstance(content, str) else "".join(part.get("text", "") for part in content)
+
+
 def template(body: dict[str, Any]) -> str:
     """The prompt of a conversation."""
-    parts = [f"<{message['role']}>{message['content']}</>" for message in body["messages"]]
+    parts = [f"<{message['role']}>{plain(message['content'])}</>" for message in body["messages"]]
     return "".join(parts) + "<assistant>"
 
 

@@ -106,6 +106,7 @@ class FakeWorker(Client):
         behaviour: what the fake does wrong.
         access: who may ask.
         memory: the raw folder's memory file system.
+        flags: more names in the fake's help.
     """
 
     def __init__(
@@ -115,7 +116,9 @@ class FakeWorker(Client):
         behaviour: Mapping[str, Any] | None = None,
         access: Access | None = None,
         memory: Path | None = None,
+        flags: str = "",
     ) -> None:
+        self._flags = flags
         self.model = folder / "model.gguf"
         if not self.model.exists():
             write_gguf(self.model)
@@ -132,7 +135,9 @@ class FakeWorker(Client):
         where = [self._folder / "raw", *([self._memory] if self._memory else [])]
         self.raw = RawFolder(*where)
         os.environ["FAKE_BEHAVIOUR"] = self._behaviour
-        program = Program((sys.executable, str(FAKE)), "version: 1 (fake)", frozenset(FLAGS.split()), False)
+        program = Program(
+            (sys.executable, str(FAKE)), "version: 1 (fake)", frozenset(f"{FLAGS} {self._flags}".split()), False
+        )
         given = flags.parse(self._arguments)
         self.runner = Runner(program, given, self.cache, (Reason.HIT, ""), self.raw)
         self._server = listen("127.0.0.1", 0, lambda *a: Handler(self.runner, self._access, *a))

@@ -220,11 +220,14 @@ class Runner:
         tier, cache = self._tier, self._cache
         if tier is None or tier.saver is None or cache is None:
             return True
-        left = tier.saver.save_idle()
+        # A client has its reply a moment before the slot is given back.
+        tier.pool.wait_for_pause(min(_LAST_REPLIES_S, timeout_s))
+        tier.saver.save_idle()
+        tier.pool.wait_for_saves(max(0.0, deadline - time.monotonic()))
         while not tier.is_settled and time.monotonic() < deadline:
             time.sleep(0.01)
         written = cache.flush(max(0.0, deadline - time.monotonic()))
-        return written and not left and tier.is_settled
+        return written and tier.is_settled and not tier.pool.dirty()
 
     def use_folder(self, folder: str | None) -> dict[str, Any]:
         """Let the cache in a folder take the place of the present one; None: serve uncached.

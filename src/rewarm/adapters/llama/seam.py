@@ -128,7 +128,7 @@ class Tier:
         turn = Turn(prompt, asked, slot, reason=why[0], detail=why[1], token_s=self._worth.prefill_s(1) or 0.0)
         saver = self.saver
         if saver is not None:
-            turn.stalled = lambda: saver.stalled(turn.began, slot)
+            turn.stalled = lambda: saver.stalled(asked.at, slot)
         return turn
 
     def end(self, turn: Turn) -> None:

@@ -19,6 +19,9 @@ Tokens = npt.NDArray[np.int64]
 
 NO_TOKENS: Tokens = np.empty(0, np.int64)
 
+_MIN_GAIN_TOKENS = 16
+"""For fewer no other conversation gives up its slot: what all prompts of a template begin with is shorter."""
+
 
 @dataclass(slots=True, eq=False)
 class Slot:
@@ -237,6 +240,6 @@ class SlotPool:
         # Going on with what a slot holds loses little of it.
         going_on = [slot for slot in idle if fits[slot.id] * 2 >= len(slot.live) and fits[slot.id]]
         best = max(going_on or idle, key=lambda slot: (fits[slot.id], -slot.last_used))
-        if going_on or fits[best.id] > n_stored:
+        if going_on or fits[best.id] >= n_stored + _MIN_GAIN_TOKENS:
             return best
-        return min(idle, key=lambda slot: (len(slot.live) > 0, slot.last_used))
+        return min(idle, key=lambda slot: (slot.saving, len(slot.live) > 0, slot.last_used))

@@ -38,11 +38,13 @@ class Asked:
         mode: what it may do.
         label: the conversation's name, which becomes the entries' label; or None.
         tenant: whose it is; nothing is shared between tenants.
+        at: when the request came, by `time.monotonic`.
     """
 
     mode: Mode = Mode.ON
     label: str | None = None
     tenant: bytes = b""
+    at: float = field(default_factory=time.monotonic, compare=False)
 
 
 def read_headers(header: Callable[[str], str | None], *, trusted: bool) -> Asked:
@@ -98,11 +100,10 @@ class Turn:
         timings: the engine's own, from the end of the reply.
         truncated: whether the reply ran out of context.
         progress: prompt tokens that were evaluated or reused so far, and all, as a build reports it.
-        began: when, by `time.monotonic`.
     """
 
     prompt: Prompt
-    asked: Asked = Asked()
+    asked: Asked = field(default_factory=Asked)
     slot: Slot | None = None
     n_disk: int = 0
     n_memory: int = 0
@@ -119,7 +120,6 @@ class Turn:
     timings: Mapping[str, Any] = field(default_factory=dict)
     truncated: bool = False
     progress: tuple[int, int] = (0, 0)
-    began: float = field(default_factory=time.monotonic)
 
     @property
     def n_cached(self) -> int:
