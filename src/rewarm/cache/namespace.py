@@ -209,6 +209,17 @@ class Namespace:
             self._stats.miss(state.reason)
         return state
 
+    def peek(self, tokens: Iterable[int] | Tokens) -> SequenceState:
+        """The state that is stored after all of `tokens`, or of no tokens: counted as neither a hit nor a miss."""
+        own = as_tokens(tokens)
+        match = self.look(own)
+        whole = match.n_tokens == len(own)
+        return self._restore(match, None, time.monotonic() + RESTORE_DEADLINE_S) if whole else _nothing(match.reason)
+
+    def peek_tokens(self, tokens: Iterable[int] | Tokens) -> int:
+        """After how many of `tokens` a state is stored: counted as neither a hit nor a miss."""
+        return self.look(as_tokens(tokens)).n_tokens
+
     def _restore(self, match: Match, into: Into | None, end: float) -> SequenceState:
         fingerprint, layout = self.identity.fingerprint_bytes, match.layout
         if not match.n_tokens or layout is None or fingerprint is None:

@@ -23,6 +23,7 @@ import platformdirs
 
 from rewarm.cache import stats as counting
 from rewarm.cache.arena import Arena
+from rewarm.cache.epochs import PROBE_LABEL, Epochs, Probe
 from rewarm.cache.explain import Explanation, explain
 from rewarm.cache.gone import Gone
 from rewarm.cache.identity import Identity
@@ -103,6 +104,18 @@ class PrefixCache:
         shared = Shared(self.store, self._stats, self._writer, self._clock, self._pool, self._looks, self._arena)
         return Namespace(shared, identity, tenant or b"")
 
+    def adopt_epoch(self, identity: Identity, probe: Probe) -> Identity:
+        """The identity to use for a running engine: an earlier version's, where that computes the same.
+
+        For adapters, when a model has been loaded, on the thread that runs the engine: `probe` is called there, at
+        most once, and only when its result is needed. An identity that is not known yet is given back as it is.
+
+        Args:
+            identity: with the running version as its field `engine_epoch`.
+            probe: evaluates `rewarm.cache.epochs.PROBE_TOKENS` in two chunk plans or more; see there.
+        """
+        return Epochs(self.store, self.namespace).adopt(identity, probe)
+
     def flush(self, timeout: float | None = 30.0, *, durable: bool = False) -> bool:
         """Wait until all saves so far are written; with `durable`, pushed to the medium.
 
@@ -147,15 +160,16 @@ class PrefixCache:
         self.close()
 
     def entries(self) -> list[Entry]:
-        """Named ends of chains, latest match first.
+        """Named ends of chains, latest match first; the probes of engines are not among them.
 
         Raises:
             IndexFault: the index cannot be used now, or takes longer than 10 seconds.
         """
         try:
-            return self._lists.within(self.store.entries, LIST_DEADLINE_S)
+            found = self._lists.within(self.store.entries, LIST_DEADLINE_S)
         except OSError as error:  # a TimeoutError is one
             raise IndexFault(f"the entries cannot be listed now: {error}") from None
+        return [entry for entry in found if entry.label != PROBE_LABEL]
 
     def pin(self, entry: Entry | str) -> bool:
         """Spare an entry's whole path from eviction; whether the entry is there."""
