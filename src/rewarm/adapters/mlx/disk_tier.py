@@ -15,7 +15,7 @@ from typing import Any
 import mlx.nn as nn
 from mlx_lm.models.cache import make_prompt_cache
 
-from rewarm.adapters.mlx import codec, self_test
+from rewarm.adapters.mlx import codec, epoch_probe, self_test
 from rewarm.adapters.reports import explain
 from rewarm.cache.identity import Identity
 from rewarm.cache.namespace import Match
@@ -58,7 +58,8 @@ class DiskTier:
 
     def __init__(self, cache: PrefixCache, identity: Identity, model: nn.Module) -> None:
         self_test.run(model)
-        self._space = cache.namespace(identity)
+        # On this thread, which generates; before it is known whether another version of the engine has stored the same.
+        self._space = cache.namespace(cache.adopt_epoch(identity, lambda: epoch_probe.states(model)))
         self._model = model
         self._told: set[str] = set()
 
