@@ -20,7 +20,7 @@ def test_a_conversation_survives_a_restart(bundled_model: Path, home: Path) -> N
     assert home in models.parents
     models.parent.mkdir(parents=True)
     models.symlink_to(bundled_model.parent, target_is_directory=True)
-    line = [sys.executable, "-m", "rewarm", "demo", "--json"]
+    line = [sys.executable, "-m", "rewarm", "demo", "--engine", "mlx", "--json"]
     done = subprocess.run(line, capture_output=True, text=True, timeout=550)
     assert done.returncode == 0, done.stderr
     told = json.loads(done.stdout)

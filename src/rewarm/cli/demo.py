@@ -32,7 +32,9 @@ class Engine(enum.StrEnum):
 
 
 def demo(
-    engine: Annotated[Engine, typer.Option(help="The engine to show it with.")] = Engine.MLX,
+    engine: Annotated[
+        Engine | None, typer.Option(help="The engine to show it with; by default llama off Apple silicon, else mlx.")
+    ] = None,
     model: Annotated[
         Path | None,
         typer.Option(metavar="PATH", help="A model of your own: a GGUF file for llama, a folder for mlx."),
@@ -47,7 +49,7 @@ def demo(
     """
     console = Console(stderr=True, highlight=False)
     _end_on_signals()
-    make, system = ENGINES[engine]
+    make, system = ENGINES[engine or _fitting(model)]
     start = make(console, model)
     told = story.tell(start, lambda what: console.print(f"demo: {what}"), system)
     if as_json:
@@ -84,7 +86,16 @@ def _mlx(console: Console, own: Path | None) -> StartWorker:
 
 
 def _llama(_console: Console, own: Path | None) -> StartWorker:
-    return _starting("llama-server", own or extras.bundled_gguf(), "--ctx-size", "4096", "--parallel", "1")
+    model = own or extras.bundled_gguf()
+    flags = extras.template_flags(model)
+    return _starting("llama-server", model, "--ctx-size", "4096", "--parallel", "1", *flags)
+
+
+def _fitting(own: Path | None) -> Engine:
+    """The engine for a model of the user's, or for the bundled one on this machine."""
+    if own is not None:
+        return Engine.LLAMA if own.suffix.lower() == ".gguf" else Engine.MLX
+    return Engine.LLAMA if extras.prefers_llama() else Engine.MLX
 
 
 def _starting(command: str, model: Path, *flags: str) -> StartWorker:

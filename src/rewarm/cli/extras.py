@@ -69,6 +69,27 @@ def bundled_gguf() -> Path:
     return bundled.path()
 
 
+def prefers_llama() -> bool:
+    """Whether the bundled model runs on llama.cpp here: off Apple silicon, where that engine is installed."""
+    from rewarm.adapters.llama import bundled
+
+    return bundled.is_preferred()
+
+
+def template_flags(model: Path) -> list[str]:
+    """Flags for llama-server that give a GGUF file without a chat template its family's.
+
+    Raises:
+        EngineError: the file cannot be read as one.
+    """
+    from rewarm.adapters.llama import gguf_facts
+
+    try:
+        return gguf_facts.template_flags(model)
+    except (OSError, ValueError) as error:
+        raise EngineError(f"{model} is no GGUF file: {error}") from None
+
+
 def tokenizer_of(path: Path) -> Any:
     """The tokenizer in a model folder or `tokenizer.json`, with `encode(text).ids` and `decode(ids)`.
 

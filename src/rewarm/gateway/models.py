@@ -6,8 +6,6 @@ A name is looked up, never joined into a path.
 from __future__ import annotations
 
 import json
-import platform
-import sys
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -61,8 +59,7 @@ def find_models(settings: Settings) -> list[Model]:
 
 def _bundled(engine: str) -> Model:
     """The model that comes with rewarm. llama.cpp reads its file as it is, and is several times quicker on a CPU."""
-    is_apple = sys.platform == "darwin" and platform.machine() == "arm64"
-    if engine == "llama" or (engine == "auto" and not is_apple and gguf.has_engine()):
+    if engine == "llama" or (engine == "auto" and gguf.is_preferred()):
         return Model(gguf.NAME, lambda _progress: gguf.path(), is_bundled=True, worker=(*LLAMA_SERVER, *gguf.FLAGS))
     return Model(bundled.NAME, bundled.ensure, is_bundled=True)
 

@@ -6,6 +6,8 @@ Imports no engine: a gateway asks it which file and which flags.
 from __future__ import annotations
 
 import importlib.util
+import platform
+import sys
 from pathlib import Path
 
 from rewarm.adapters import bundled_gguf
@@ -31,3 +33,9 @@ def has_engine() -> bool:
         return importlib.util.find_spec("xllamacpp") is not None
     except ModuleNotFoundError:
         return False
+
+
+def is_preferred() -> bool:
+    """Whether the bundled model is better run here than with mlx-lm, which is several times slower on a CPU."""
+    is_apple_silicon = sys.platform == "darwin" and platform.machine() == "arm64"
+    return not is_apple_silicon and has_engine()

@@ -28,12 +28,14 @@ class Facts:
         n_swa: tokens of the sliding window; 0 for models without one.
         n_ctx_train: tokens that the model was trained for.
         long_rope: whether the positions' factors are chosen by the size of the context.
+        has_template: whether it brings a chat template; llama-server takes another model's for one that does not.
     """
 
     architecture: str
     n_swa: int
     n_ctx_train: int
     long_rope: bool
+    has_template: bool = False
 
 
 def read(path: Path) -> Facts:
@@ -58,7 +60,23 @@ def read(path: Path) -> Facts:
         _whole(found.get(f"{family}.attention.sliding_window")),
         _whole(found.get(f"{family}.context_length")),
         long_rope,
+        "tokenizer.chat_template" in found,
     )
+
+
+_TEMPLATES = {"gemma": "gemma", "gemma2": "gemma", "gemma3": "gemma", "phi3": "phi3", "command-r": "command-r"}
+"""llama-server's names of its own templates, by a model's family where the family has one."""
+
+
+def template_flags(path: Path) -> list[str]:
+    """Flags that give a model without a chat template its family's, where that is known; else none.
+
+    Raises:
+        OSError, ValueError: as `read`.
+    """
+    facts = read(path)
+    name = "" if facts.has_template else _TEMPLATES.get(facts.architecture, "")
+    return ["--chat-template", name] if name else []
 
 
 def _value(stream: BinaryIO, kind: int, depth: int) -> Any:

@@ -12,10 +12,15 @@ import fcntl
 import itertools
 import logging
 import os
+import platform
 import shutil
 import tempfile
 from collections.abc import Iterable
 from pathlib import Path
+
+import psutil
+
+from rewarm.adapters.llama import ram_disk
 
 log = logging.getLogger(__name__)
 
@@ -27,6 +32,10 @@ SPARE_NBYTES = 32 * 2**20
 """Left free beside every file."""
 
 _PREFIX = "rewarm-raw-"
+_DISK_PREFIX = "rewarm-ram-"
+_DISK_SHARE = 8
+"""A RAM disk is as large as this part of the machine's memory; it takes what is written to it."""
+
 _LOCK = "lock"
 
 
@@ -43,6 +52,8 @@ class RawFolder:
     """
 
     def __init__(self, beside: Path, memory: Path = MEMORY) -> None:
+        self._disk = _ram_disk(beside) if platform.system() == "Darwin" else None
+        memory = memory if self._disk is None else self._disk.path
         self.in_memory = _free(memory) >= ENOUGH_NBYTES and os.access(memory, os.W_OK)
         where = memory if self.in_memory else beside
         where.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -93,6 +104,16 @@ class RawFolder:
             shutil.rmtree(self.path, ignore_errors=True)
             os.close(self._lock)
             self._lock = -1
+            if self._disk is not None:
+                self._disk.release()
+
+
+def _ram_disk(beside: Path) -> ram_disk.RamDisk | None:
+    """macOS has no memory file system: a disk in memory, mounted in a folder named after this process."""
+    beside.mkdir(parents=True, exist_ok=True, mode=0o700)
+    ram_disk.release_abandoned(beside, _DISK_PREFIX)
+    nbytes = max(2 * ENOUGH_NBYTES, psutil.virtual_memory().total // _DISK_SHARE)
+    return ram_disk.make(nbytes, beside / f"{_DISK_PREFIX}{os.getpid()}")
 
 
 def _free(folder: Path) -> int:
