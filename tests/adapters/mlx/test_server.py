@@ -356,7 +356,7 @@ def test_a_model_swapped_by_request_keeps_its_own_namespace(
             moved = server.chat(text)
             assert moved["rewarm"]["disk_tokens"] == moved["usage"]["prompt_tokens"] - 1
             server.chat(text, model="elsewhere")
-            status, _, _ = server.request("POST", "/v1/chat/completions", {"messages": [], "model": "no/such"})
+            status, _, _ = server.request("POST", "/v1/chat/completions", {"messages": messages("hi"), "model": "no/such"})
             assert status == 404
             assert cached(server.chat(text)) > 0
     finally:

@@ -6,6 +6,7 @@ Knows the generator's context and nothing of models, caches or the disk.
 from __future__ import annotations
 
 import hmac
+import io
 import json
 import logging
 import re
@@ -15,12 +16,19 @@ from typing import Any
 
 import mlx_lm.server as engine
 
+from rewarm.adapters.mlx import bodies
+from rewarm.adapters.mlx.seam import NoModel
 from rewarm.adapters.reports import Report
 
 log = logging.getLogger(__name__)
 
 _DRAIN_BYTES = 1 << 20
 """Read of a refused request's body, so that the client sees the answer and not a broken connection."""
+
+_COMPLETIONS = {"/v1/completions": False, "/v1/chat/completions": True, "/chat/completions": True}
+"""Paths that are posted to, and whether the body holds messages."""
+
+_FAILED = "The engine failed in this request; the worker's log says how. Other requests and what is stored are safe."
 
 _TELLING = ("do_POST", "handle_completion", "__call__")
 """Functions of mlx_lm.server that log bodies or generated text, whatever the level."""
@@ -36,6 +44,8 @@ class Handler(engine.APIHandler):
         secret: when set, every request must bear it, and browsers of other origins are told nothing.
     """
 
+    rfile: Any
+
     def __init__(self, generator: Any, *args: Any, secret: str | None = None, **kwargs: Any) -> None:
         self._secret = secret
         # The base class answers the request inside its constructor.
@@ -47,34 +57,63 @@ class Handler(engine.APIHandler):
             return False
         if self._secret is None or self._bears_secret(self._secret):
             return True
-        self.rfile.read(min(_DRAIN_BYTES, _length(self.headers.get("Content-Length"))))
+        self._drain()
         message = "This worker answers the rewarm gateway only: the Authorization header is missing or wrong."
-        self._send_json(HTTPStatus.UNAUTHORIZED, {"error": _error(message, "authentication_error")})
+        self._refuse(HTTPStatus.UNAUTHORIZED, message, "authentication_error")
         return False
 
     def do_POST(self) -> None:  # noqa: N802
-        """Answer a completion request; a body that is not UTF-8 is the client's error, not ours."""
+        """Answer a completion request, if its body is one that the engine can be given."""
+        is_chat = _COMPLETIONS.get(self.path)
+        if is_chat is None:
+            self._drain()
+            self._refuse(HTTPStatus.NOT_FOUND, f"There is no POST {self.path[:200]} here.", "not_found_error")
+            return
+        length = _length(self.headers.get("Content-Length"))
+        if length > bodies.MAX_NBYTES:
+            self._drain()
+            self._refuse(HTTPStatus.REQUEST_ENTITY_TOO_LARGE, f"A request has at most {bodies.MAX_NBYTES} bytes.")
+            return
+        try:
+            body = json.dumps(bodies.read(self.rfile.read(length), is_chat=is_chat)).encode()
+        except bodies.BadRequest as bad:
+            self._refuse(HTTPStatus.BAD_REQUEST, str(bad), field=bad.field)
+            return
+        connection, self.rfile = self.rfile, io.BytesIO(body)
+        del self.headers["Content-Length"]
+        self.headers["Content-Length"] = str(len(body))
         try:
             super().do_POST()
-        except UnicodeDecodeError:
-            message = "Invalid JSON in request body: it is not UTF-8."
-            self._send_json(HTTPStatus.BAD_REQUEST, {"error": _error(message, "invalid_request_error")})
+        finally:
+            self.rfile = connection
 
     def handle_completion(self, request: Any, stop_words: list[str]) -> None:
-        """Answer; what goes wrong after the engine has begun is told too, where it would only hang up."""
+        """Answer; what goes wrong before or after the engine has begun is told in the API's shape."""
         try:
             super().handle_completion(request, stop_words)
+        except _NotBegun as failure:
+            self._tell_failure(failure.error)
         except ConnectionError:
             log.info("the client went away")
-        except Exception as error:
+        except Exception:
             log.exception("rewarm: the engine failed in a reply")
-            body = {"error": _error(f"The engine failed: {type(error).__name__}: {error}", "server_error")}
             if self.stream:
+                body = {"error": _error(_FAILED, "server_error")}
                 self.wfile.write(f"data: {json.dumps(body)}\n\n".encode())
             else:
                 # The status 200 is prepared, not sent.
                 self._headers_buffer: list[bytes] = []
-                self._send_json(HTTPStatus.INTERNAL_SERVER_ERROR, body)
+                self._refuse(HTTPStatus.INTERNAL_SERVER_ERROR, _FAILED, "server_error")
+
+    def _tell_failure(self, error: Exception) -> None:
+        """A request that the engine did not begin. What an error of its own says may name paths: it is logged."""
+        if isinstance(error, bodies.BadRequest):
+            self._refuse(HTTPStatus.BAD_REQUEST, str(error), field=error.field)
+        elif isinstance(error, NoModel):
+            self._refuse(HTTPStatus.NOT_FOUND, str(error), "not_found_error", "model")
+        else:
+            log.error("rewarm: a request failed", exc_info=error)
+            self._refuse(HTTPStatus.INTERNAL_SERVER_ERROR, _FAILED, "server_error")
 
     def handle_models_request(self) -> None:
         """The model of the command line, by its folder's name. Hub models are the gateway's to find."""
@@ -111,6 +150,14 @@ class Handler(engine.APIHandler):
         given = self.headers.get("Authorization", "")
         return hmac.compare_digest(given.encode("utf-8", "replace"), f"Bearer {secret}".encode())
 
+    def _drain(self) -> None:
+        self.rfile.read(min(_DRAIN_BYTES, _length(self.headers.get("Content-Length"))))
+
+    def _refuse(
+        self, status: HTTPStatus, message: str, kind: str = "invalid_request_error", field: str | None = None
+    ) -> None:
+        self._send_json(status, {"error": _error(message, kind, field)})
+
     def _send_json(self, status: HTTPStatus, body: dict[str, Any]) -> None:
         raw = json.dumps(body).encode()
         self._set_completion_headers(status)
@@ -128,7 +175,11 @@ class _Recorder:
         self.context: Any = None
 
     def generate(self, *args: Any, **kwargs: Any) -> Any:
-        self.context, responses = self._generator.generate(*args, **kwargs)
+        try:
+            self.context, responses = self._generator.generate(*args, **kwargs)
+        except Exception as error:
+            # Past the engine's own handler, which would answer 404 with whatever the error says.
+            raise _NotBegun(error) from error
         return self.context, responses
 
     def __getattr__(self, name: str) -> Any:
@@ -151,9 +202,17 @@ class WithoutPrompts(logging.Filter):
         return True
 
 
-def _error(message: str, kind: str) -> dict[str, Any]:
+class _NotBegun(BaseException):
+    """A request failed before its reply began."""
+
+    def __init__(self, error: Exception) -> None:
+        super().__init__(error)
+        self.error = error
+
+
+def _error(message: str, kind: str, field: str | None = None) -> dict[str, Any]:
     """An error in the shape that OpenAI's clients read."""
-    return {"message": message, "type": kind, "param": None, "code": None}
+    return {"message": message, "type": kind, "param": field, "code": None}
 
 
 def _length(header: str | None) -> int:

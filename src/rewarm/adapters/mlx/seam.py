@@ -8,18 +8,22 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
+import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import mlx.core as mx
 import mlx_lm.server as engine
 from mlx_lm.generate import batch_generate, stream_generate
 from mlx_lm.models.cache import can_trim_prompt_cache, trim_prompt_cache
 from mlx_lm.utils import _download
 
 from rewarm.adapters.mlx import codec, identity
+from rewarm.adapters.mlx.bodies import BadRequest
 from rewarm.adapters.mlx.disk_tier import DiskTier
 from rewarm.adapters.reports import Report
 from rewarm.cache.identity import Identity
@@ -30,6 +34,10 @@ log = logging.getLogger(__name__)
 
 _IN_FLIGHT = 64
 """Prompts remembered, to tell a prompt's end from a reply's end."""
+
+_MOST_FAILURES = 4
+_FAILURES_WITHIN_S = 60.0
+"""So many failures of the engine within this time end the process: it is not one request's fault then."""
 
 _IDENTITY_WAIT_S = 5.0
 """At the start, before any request: how long to wait for the weights' hash."""
@@ -53,16 +61,22 @@ class Loaded:
     why_not: tuple[Reason, str]
 
 
+class NoModel(Exception):
+    """The model that a request names cannot be loaded."""
+
+
 class ModelProvider(engine.ModelProvider):
     """Loads models; knows each one's identity before the engine reads its files.
 
     Attributes:
         loaded: the model in use, or None.
+        n_vocab: logits that it gives for each token; 0 where that is not known.
     """
 
     def __init__(self, cli_args: Any, cache: PrefixCache | None, why_not: tuple[Reason, str]) -> None:
         super().__init__(cli_args)
         self.loaded: Loaded | None = None
+        self.n_vocab = 0
         self._cache = cache
         self._why_not = why_not
         if cli_args.model:
@@ -95,7 +109,19 @@ class ModelProvider(engine.ModelProvider):
         self.loaded = Loaded(self.model_key, before, tier, why_not)
         if tier is not None and known is not None and first:
             known.wait(_IDENTITY_WAIT_S)
-        _warm_up(self.model, self.tokenizer, batchable=self.is_batchable)
+        self.n_vocab = _warm_up(self.model, self.tokenizer, batchable=self.is_batchable)
+
+    def load(self, model_path: Any, adapter_path: Any = None, draft_model_path: Any = None) -> Any:
+        """The model and tokenizer that a request names.
+
+        Raises:
+            NoModel: they cannot be loaded.
+        """
+        try:
+            return super().load(model_path, adapter_path, draft_model_path)
+        except Exception as error:
+            log.warning("rewarm: the model that a request names cannot be loaded", exc_info=True)
+            raise NoModel(f"The model {model_path!r} cannot be loaded ({type(error).__name__}).") from error
 
     def _identify(self, folders: Sequence[Path], draft: str | None) -> tuple[Identity | None, tuple[Reason, str]]:
         """The identity of the model in `folders`, or the reason why it is served uncached."""
@@ -246,12 +272,16 @@ class ResponseGenerator(engine.ResponseGenerator):
 
     Attributes:
         ready: set when the model of the command line is loaded, or at once if there is none.
+
+    What a request makes the engine fail at ends that request, and where the engine's loop is torn down with it,
+    those that were served beside it; the next ones find it running again.
     """
 
     def __init__(self, provider: ModelProvider, prompt_cache: StoredPromptCache, on_end: Callable[[str], None]) -> None:
         self.ready = threading.Event()
         self._on_end = on_end
         self._ended = False
+        self._open = weakref.WeakSet[_ContextQueue]()
         super().__init__(provider, prompt_cache)
 
     @property
@@ -271,11 +301,52 @@ class ResponseGenerator(engine.ResponseGenerator):
             # when the model is there.
             self.model_provider.load_default()
             self.ready.set()
-            super()._generate()
+            self._generate_on()
         except Exception as error:
             self._ended = True
             self._on_end(f"{type(error).__name__}: {error}")
             raise
+
+    def _generate_on(self) -> None:
+        """The engine's loop, begun again after a failure, unless it fails again and again."""
+        failed: deque[float] = deque(maxlen=_MOST_FAILURES)
+        while True:
+            try:
+                super()._generate()
+            except Exception as error:
+                failed.append(time.monotonic())
+                for queue in list(self._open):
+                    queue.put(error)
+                if len(failed) == _MOST_FAILURES and failed[-1] - failed[0] < _FAILURES_WITHIN_S:
+                    raise
+                log.exception("rewarm: the engine failed; the requests that it served have ended, and it goes on")
+            else:
+                return
+
+    def _tokenize(self, tokenizer: Any, request: Any, args: Any) -> Any:
+        """The prompt's tokens; refuses what the engine would only fail at when other requests are served with it.
+
+        Raises:
+            BadRequest: the request makes no sense for this model.
+        """
+        try:
+            found = super()._tokenize(tokenizer, request, args)
+        except Exception as error:
+            log.warning("rewarm: a request could not be tokenised", exc_info=True)
+            raise BadRequest(f"The prompt cannot be made from this request ({type(error).__name__}).") from error
+        if not len(found[0]):
+            raise BadRequest("The prompt has no tokens.", "prompt")
+        n_vocab = self.model_provider.n_vocab
+        if any(token >= n_vocab for token in args.logits.logit_bias or ()):
+            raise BadRequest(f"logit_bias names a token id past the model's {n_vocab}.", "logit_bias")
+        if n_vocab and args.sampling.top_k >= n_vocab:
+            args.sampling.top_k = 0  # every token: no choice is cut
+        try:
+            self._make_state_machine(self.model_provider.model_key, tokenizer, args.stop_words)
+        except Exception as error:
+            log.warning("rewarm: a request's stop words could not be used", exc_info=True)
+            raise BadRequest(f"stop cannot be used ({type(error).__name__}).", "stop") from error
+        return found
 
     def _next_request(self, timeout: float | None = None) -> Any:
         self.prompt_cache.let_go()
@@ -283,7 +354,9 @@ class ResponseGenerator(engine.ResponseGenerator):
         if request is None:
             return None
         queue, *others = request
-        return (_ContextQueue(queue, self.prompt_cache.begin), *others)
+        watched = _ContextQueue(queue, self.prompt_cache.begin, self._open.discard)
+        self._open.add(watched)
+        return (watched, *others)
 
     def _serve_single(self, request: Any, *stream: Any) -> None:
         _, _, args = request
@@ -296,15 +369,18 @@ class ResponseGenerator(engine.ResponseGenerator):
 
 
 class _ContextQueue:
-    """A request's queue that shows the context to `begin` on its way to the handler."""
+    """A request's queue that shows the context to `begin` on its way to the handler, and its end to `end`."""
 
-    def __init__(self, queue: Any, begin: Callable[[Any], None]) -> None:
+    def __init__(self, queue: Any, begin: Callable[[Any], None], end: Callable[[_ContextQueue], None]) -> None:
         self._queue = queue
         self._begin = begin
+        self._end = end
 
     def put(self, item: Any) -> None:
         if isinstance(item, engine.GenerationContext):
             self._begin(item)
+        if item is None or isinstance(item, Exception):
+            self._end(self)
         self._queue.put(item)
 
 
@@ -338,8 +414,12 @@ def _has_images(tokens: Sequence[int]) -> bool:
     return any(token < 0 for token in tokens)
 
 
-def _warm_up(model: Any, tokenizer: Any, *, batchable: bool) -> None:
-    """Evaluate a few tokens, so that the first request does not pay for compiling MLX's kernels."""
+def _warm_up(model: Any, tokenizer: Any, *, batchable: bool) -> int:
+    """Evaluate a few tokens, so that the first request does not pay for compiling MLX's kernels.
+
+    Returns:
+        How many logits the model gives for a token; 0 when it failed.
+    """
     tokens = [next(iter(tokenizer.eos_token_ids), 0)] * 4
     try:
         if batchable:
@@ -348,3 +428,5 @@ def _warm_up(model: Any, tokenizer: Any, *, batchable: bool) -> None:
             list(stream_generate(model, tokenizer, tokens, max_tokens=2))
     except Exception:
         log.warning("rewarm: warming up failed; the first request will be slower", exc_info=True)
+        return 0
+    return int(model(mx.array([tokens[:1]])).shape[-1])
