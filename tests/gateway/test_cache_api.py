@@ -120,7 +120,28 @@ def test_a_lower_limit_says_what_it_evicts_and_survives_a_restart(
     assert changed["limits"]["max_files"] == used - 3
     assert get(gateway, "stats")["counters"]["files_used"] == used - 3
     gateway.close()
-    assert get(start(), "settings")["limits"]["max_files"] == used - 3
+    again = start()
+    assert get(again, "settings")["limits"]["max_files"] == used - 3
+    assert get(again, "settings")["limits_at_start"] == []
+    again.close()
+    ordered = get(start(max_files=used - 5), "settings")
+    assert ordered["limits"]["max_files"] == used - 5 and ordered["limits_at_start"] == ["max_files"]
+
+
+def test_it_is_described(start: Callable[..., Running]) -> None:
+    paths = start().client.get("/openapi.json").json()["paths"]
+    told = {f"{method} {path}" for path, methods in paths.items() for method in methods}
+    assert {
+        "get /api/entries",
+        "post /api/entries/{entry_id}/pin",
+        "delete /api/entries/{entry_id}",
+        "patch /api/settings",
+        "post /api/move",
+        "get /api/move",
+        "post /api/clear",
+        "post /api/explain",
+        "get /api/stats",
+    } <= told
 
 
 def test_rules_are_changed_one_by_one_and_refused_as_a_whole(start: Callable[..., Running]) -> None:

@@ -64,6 +64,7 @@ class DiskCache:
     Attributes:
         folder: where it is now.
         problem: why it cannot be used, or "".
+        limits_at_start: names of the limits that the start sets, each time.
         place: where it will be at the next start.
         replies: what the cache did for the latest replies.
     """
@@ -78,6 +79,7 @@ class DiskCache:
         self._names: dict[str, str] = {}
         given = {"max_bytes": settings.max_bytes, "max_files": settings.max_files}
         limits = {name: value for name, value in given.items() if value is not None}
+        self.limits_at_start = tuple(limits)
         self.open(self.folder, Limits(**limits) if limits else None)
 
     # Opening and closing.
@@ -85,6 +87,9 @@ class DiskCache:
     def open(self, folder: Path, limits: Limits | None = None) -> bool:
         """Open `folder`, which becomes the cache folder; whether it can be used (`problem` says why not)."""
         with self._lock:
+            before, self._cache = self._cache, None
+            if before is not None:
+                before.close()
             self.folder = folder
             try:
                 self._cache = rewarm.open(folder, limits=limits)

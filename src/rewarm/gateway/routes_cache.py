@@ -126,11 +126,13 @@ class SettingsReport(BaseModel):
         folder: where it is.
         folder_forced_by: what named it at the start, and will name it at the next; "" when the page's choice counts.
         limits: how much it may hold.
+        limits_at_start: those that an argument or the environment sets anew at each start.
         policy: the rules.
     """
 
     folder: str
     folder_forced_by: str
+    limits_at_start: list[str]
     limits: LimitReport
     policy: PolicyReport
 
@@ -420,5 +422,6 @@ def _settings_now(admin: CacheAdmin) -> dict[str, Any]:
         "folder": str(admin.disk_cache.folder),
         "folder_forced_by": admin.disk_cache.place.forced_by,
         "limits": msgspec.to_builtins(limits),
+        "limits_at_start": list(admin.disk_cache.limits_at_start),
         "policy": msgspec.to_builtins(policy),
     }

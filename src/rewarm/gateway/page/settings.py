@@ -29,6 +29,7 @@ _SAVE_AT = (
     ("idle", "When the model is idle"),
     ("unload", "When the model is unloaded"),
 )
+_AT_START = {"max_bytes": "--max-bytes", "max_files": "--max-files"}
 _LOAD = (("worth", "When it is quicker than reading anew"), ("always", "Always"))
 
 
@@ -68,6 +69,7 @@ class SettingsPage:
     def _build_limits(self) -> None:
         with element("section", "rw-card", aria_label="Limits"):
             text("How large it may grow", tag="h2")
+            self._used = text("", "rw-hint-text rc-used", tag="p")
             self._max_bytes = TextSetting(
                 "Maximum size",
                 "Of everything in the folder. A lower one makes room at once: what was used least goes first.",
@@ -144,6 +146,16 @@ class SettingsPage:
             self._pause_said.good("")
         await self._refresh()
 
+    def _usage(self) -> str:
+        """How much is used now, and which limits do not stay as they are set here."""
+        disk = self._admin.disk_cache
+        counters = disk.report()["counters"]
+        n_files, nbytes = int(counters.get("files_used", 0)), int(counters.get("bytes_used", 0))
+        said = f"Used now: {words.size(nbytes)} in {words.files(n_files)}."
+        names = [_AT_START[name] for name in disk.limits_at_start if name in _AT_START]
+        at_start = f" {' and '.join(names)} at the next start set their limits anew." if names else ""
+        return said + at_start
+
     # Keeping it true.
 
     async def _refresh(self) -> None:
@@ -156,6 +168,7 @@ class SettingsPage:
         else:
             set_class(self._notice, "rw-hidden", is_on=True)
             self._show(msgspec.to_builtins(limits), msgspec.to_builtins(policy))
+            set_text(self._used, await asyncio.to_thread(self._usage))
         await self._place.refresh()
         await self._clear.refresh()
 
