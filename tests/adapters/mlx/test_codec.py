@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import mlx.core as mx
@@ -199,6 +200,30 @@ def test_a_window_of_another_size_is_refused() -> None:
         codec.decode(state, other)
     with pytest.raises(codec.UnsupportedCache, match="another kind"):
         codec.decode(state, [KVCache(), KVCache()])
+
+
+@pytest.mark.parametrize("turn", [None, -1, 0, 4, 17])
+def test_a_ring_that_stands_nowhere_is_refused(turn: int | None) -> None:
+    it = runner("kept ring")
+    live, _ = it.cold(TOKENS, [(0, 15)])
+    state = copied(it.encode(live, 15))
+    assert state.meta == {"layers.000.turn": 15, "layers.001.turn": 15}
+    assert [cache._idx for cache in codec.decode(state, it.fresh())] == [15, 15]
+    longer = copied(it.encode(it.cold(TOKENS, [(0, 15), (15, 16), (16, 17), (17, 18)])[0], 18))
+    assert longer.meta == {"layers.000.turn": 6, "layers.001.turn": 6}
+    wrong = {} if turn is None else dict.fromkeys(state.meta, turn)
+    with pytest.raises(codec.UnsupportedCache, match="without the number|a ring of 16 rows that stands at"):
+        codec.decode(dataclasses.replace(state, meta=wrong), it.fresh())
+    with pytest.raises(codec.UnsupportedCache, match="without the number|a ring of 16 rows that stands at"):
+        codec.decode(dataclasses.replace(longer, meta=wrong), it.fresh())
+
+
+def test_a_latent_window_that_is_short_is_refused() -> None:
+    it = runner("deepseek_v41")
+    live, _ = it.cold(TOKENS, [(0, 20)])
+    live[0].window = live[0].window[:, 1:]
+    with pytest.raises(codec.UnsupportedCache, match="holds 15 rows"):
+        it.encode(live, 20)
 
 
 def test_states_alone_count_no_tokens() -> None:

@@ -64,6 +64,15 @@ class Elsewhere:
         return logits
 
 
+class Beginnings(Elsewhere):
+    """A model that remembers how its last prompt began, outside its caches."""
+
+    def __call__(self, inputs: mx.array, cache: list[Any]) -> mx.array:
+        if cache[0].offset == 0:
+            self._last = inputs.sum() * 1e-3
+        return self._model(inputs, cache=cache) + self._last
+
+
 class Broken(Elsewhere):
     """A model that cannot evaluate a single token."""
 
@@ -73,7 +82,9 @@ class Broken(Elsewhere):
         return self._model(inputs, cache=cache)
 
 
-@pytest.mark.parametrize(("model", "why"), [(Elsewhere, "other logits"), (Broken, "IndexError: no such row")])
+@pytest.mark.parametrize(
+    ("model", "why"), [(Elsewhere, "other logits"), (Beginnings, "other logits"), (Broken, "IndexError: no such row")]
+)
 def test_a_model_that_is_not_its_caches_fails(model: type[Any], why: str) -> None:
     with pytest.raises(codec.UnsupportedCache, match=why):
         self_test.run(model())

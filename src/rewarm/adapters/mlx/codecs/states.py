@@ -102,8 +102,10 @@ class LayerCodec:
         if taken.n_tokens != taken.n_held or cache.window is None:
             raise UnsupportedCache(f"LayerCache that cannot be cut to {taken.n_tokens} tokens")
         size = int(cache.window_size)
+        if cache.window.shape[1] != min(taken.n_tokens, size):
+            raise UnsupportedCache(f"LayerCache whose window of {size} holds {cache.window.shape[1]} rows")
         bits, dtype = view(cache.window)
-        taken.window("window", bits[:, -size:], dtype, size, axis=1)
+        taken.window("window", bits, dtype, size, axis=1)
         for name in _LATENTS:
             array = getattr(cache, name)
             if array is not None:
