@@ -22,7 +22,7 @@ from rewarm.gateway.page.settings_place import PlaceCard
 from rewarm.gateway.problems import Problem
 from rewarm.units import parse_bytes
 
-REFRESH_S = 2.0
+REFRESH_S = 1.0
 
 _SAVE_AT = (
     ("turn", "After each reply"),
@@ -164,7 +164,8 @@ class SettingsPage:
         except Exception as error:  # noqa: BLE001 - told on the page, whatever it is
             problem = error.message if isinstance(error, Problem) else error_words(error)
             set_text(self._notice, f"The cache cannot be used now; replies are made without it. {problem}")
-            set_class(self._notice, "rw-hidden", is_on=False)
+            # A move says so at its own place, and is no fault.
+            set_class(self._notice, "rw-hidden", is_on=self._admin.relocation.progress.stage.is_going_on)
         else:
             set_class(self._notice, "rw-hidden", is_on=True)
             self._show(msgspec.to_builtins(limits), msgspec.to_builtins(policy))
