@@ -5,7 +5,8 @@ that cannot be opened, and inside the store, where the facade turns them into re
 
     RewarmError
     ├── RootError              the cache folder cannot be opened or used
-    │   └── SettingsError      store.json cannot be read or has values out of range
+    │   ├── SettingsError      store.json cannot be read or has values out of range
+    │   └── ConfigurationError the configuration file cannot be read or makes no sense
     ├── RecordError            a record cannot be used; carries no judgement on its file
     │   ├── DamagedRecord      provably bad: goes to quarantine
     │   └── NewerFormat        written by a later version: left alone
@@ -31,6 +32,12 @@ class RootError(RewarmError):
 
 class SettingsError(RootError):
     """`store.json` cannot be read, or holds values out of range."""
+
+
+class ConfigurationError(RootError):
+    """The configuration file cannot be read or changed, or says what makes no sense."""
+
+    exit_code = 2
 
 
 class RecordError(RewarmError):

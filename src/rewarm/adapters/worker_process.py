@@ -21,6 +21,7 @@ import rewarm
 from rewarm.cache.prefix_cache import PrefixCache
 from rewarm.errors import RewarmError
 from rewarm.state.reason import Reason
+from rewarm.store.settings import format_limits
 from rewarm.units import parse_bytes
 
 log = logging.getLogger(__name__)
@@ -40,10 +41,11 @@ def cache_flags(prog: str) -> argparse.ArgumentParser:
         "--rewarm-dir",
         type=Path,
         metavar="DIR",
-        help="folder of the cache (default: $REWARM_DIR, else a folder in the user's cache)",
+        help="folder of the cache (default: $REWARM_DIR, else dir in the configuration file, else one in the user's "
+        "cache)",
     )
     group.add_argument("--rewarm-max-bytes", type=_size, metavar="SIZE", help="most bytes to keep, such as 20GiB")
-    group.add_argument("--rewarm-max-files", type=int, metavar="N", help="most files to keep")
+    group.add_argument("--rewarm-max-files", type=_count, metavar="N", help="most files to keep")
     group.add_argument("--rewarm-min-free", type=_size, metavar="SIZE", help="bytes to leave free on the disk")
     group.add_argument("--rewarm-off", action="store_true", help="serve without the disk")
     return parser
@@ -62,17 +64,17 @@ def open_cache(options: argparse.Namespace) -> tuple[PrefixCache | None, tuple[R
         )
         if value is not None
     }
-    path = options.rewarm_dir or (Path(where) if (where := os.environ.get("REWARM_DIR")) else None)
     try:
-        cache = rewarm.open(path, limits=rewarm.Limits(**limits) if limits else None)
+        cache = rewarm.open(options.rewarm_dir, limits=rewarm.Limits(**limits) if limits else None)
         if limits:
             # `open` leaves the limits of a folder that was there alone; a flag is an order.
             cache.set_limits(rewarm.Limits(**limits))
-    except (OSError, RewarmError) as error:
+        room = format_limits(cache.settings().limits)
+    except (OSError, RewarmError, ValueError) as error:
         why = f"The cache folder cannot be used, so requests are served uncached: {error}"
         log.warning("rewarm: %s", why)
         return None, (Reason.UNAVAILABLE, why)
-    log.info("rewarm: keeping KV in %s", cache.root)
+    log.info("rewarm: keeping KV in %s, %s", cache.root, room)
     return cache, (Reason.HIT, "")
 
 
@@ -118,6 +120,19 @@ def on_end_of_input(stop: Callable[[], None]) -> None:
 
 def _size(text: str) -> int:
     try:
-        return parse_bytes(text)
+        return _bounded(parse_bytes(text), text)
     except ValueError as error:
         raise argparse.ArgumentTypeError(str(error)) from None
+
+
+def _count(text: str) -> int:
+    try:
+        return _bounded(int(text), text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is no number of files from 0 to 2**63 - 1") from None
+
+
+def _bounded(number: int, text: str) -> int:
+    if not 0 <= number < 2**63:
+        raise ValueError(f"{text!r} is not between 0 and 2**63 - 1")
+    return number

@@ -23,6 +23,7 @@ import platformdirs
 
 from rewarm.cache import stats as counting
 from rewarm.cache.arena import Arena
+from rewarm.cache.config_file import configured_root, expanded
 from rewarm.cache.epochs import PROBE_LABEL, Epochs, Probe
 from rewarm.cache.explain import Explanation, explain
 from rewarm.cache.gone import Gone
@@ -79,6 +80,7 @@ class PrefixCache:
         self._lists = ReadPool(1, "rewarm-list")
         self._gone = Gone(store, self._lists)
         store.gone = self._gone.known
+        store.enforce()
         self._closed = False
         self._usage: dict[str, int] = {}
         # At interpreter exit what still waits is written, or said to be lost.
@@ -331,9 +333,15 @@ def open_cache(
 
 
 def default_root() -> Path:
-    """The folder that `REWARM_DIR` names, else `kv` in the user's cache folder for rewarm."""
+    """The folder that `REWARM_DIR` names, else `dir` in the configuration file, else `kv` in the user's cache folder.
+
+    Raises:
+        ConfigurationError: the configuration file is asked and cannot be read, or there is no home folder.
+    """
     named = os.environ.get("REWARM_DIR")
-    return Path(named).expanduser() if named else Path(platformdirs.user_cache_dir("rewarm")) / "kv"
+    if named:
+        return expanded(named)
+    return configured_root() or expanded(Path(platformdirs.user_cache_dir("rewarm")) / "kv")
 
 
 def _entry_id(entry: Entry | str) -> str:

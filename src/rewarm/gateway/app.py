@@ -14,7 +14,6 @@ from rewarm.gateway.cache_admin import CacheAdmin
 from rewarm.gateway.disk_cache import DiskCache
 from rewarm.gateway.guard import Guard
 from rewarm.gateway.models import Model, find_models
-from rewarm.gateway.place import with_chosen_place
 from rewarm.gateway.problems import Problem
 from rewarm.gateway.routes_api import api_routes
 from rewarm.gateway.routes_cache import cache_routes
@@ -33,7 +32,7 @@ class Gateway:
     """
 
     def __init__(self, settings: Settings, models: list[Model] | None = None) -> None:
-        self.settings = settings = with_chosen_place(settings)
+        self.settings = settings
         self.workers = Workers(find_models(settings) if models is None else models, settings)
         self.disk_cache = DiskCache(settings)
         self.workers.on_reply(self.disk_cache.replies.note)

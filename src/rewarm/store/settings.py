@@ -14,6 +14,7 @@ from typing import Any
 import msgspec
 
 from rewarm.errors import SettingsError
+from rewarm.units import format_bytes
 
 FORMAT = 1
 GIB = 2**30
@@ -51,6 +52,14 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
             value = getattr(self, name)
             if value is not None and (isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < 2**63):
                 raise ValueError(f"{name} must be a whole number from 0 to 2**63 - 1, not {value!r}")
+
+
+def format_limits(limits: Limits) -> str:
+    """`limits` for a person: `"up to 20.0 GiB in 100,000 files, 5.0 GiB left free on the disk"`."""
+    return (
+        f"up to {format_bytes(limits.max_bytes or 0)} in {limits.max_files or 0:,} files, "
+        f"{format_bytes(limits.min_free_bytes or 0)} left free on the disk"
+    )
 
 
 def default_limits(free_bytes: int, total_bytes: int) -> Limits:

@@ -31,7 +31,7 @@ from rewarm.store.room import INDEX_ROW_NBYTES, Removal
 from rewarm.store.root import Root, make_private, settle_settings
 from rewarm.store.saves import Outcome, Save
 from rewarm.store.scatter import Place
-from rewarm.store.settings import FORMAT, Limits, Settings
+from rewarm.store.settings import FORMAT, Limits, Settings, format_limits
 from rewarm.store.source import Source
 from rewarm.units import format_bytes
 
@@ -205,6 +205,14 @@ class Store:
                 self._root.remover.shrink(self._limits, wanted)
             return outcome
 
+    def enforce(self) -> Removal:
+        """Evict what is above the limits now: somebody else may have changed them. Nothing, where it cannot be done."""
+        with contextlib.suppress(IndexFault, OSError, RootError), self._root.writing:
+            if self._is_over():
+                self._root.room.gone = self.gone()
+                return self._root.remover.shrink(self._limits)
+        return Removal()
+
     def _limits(self) -> Limits:
         return self.settings().limits
 
@@ -262,9 +270,10 @@ class Store:
 
     def entries(self) -> list[Entry]:
         """All entries, latest match first; worked out anew when the index has changed since the last time."""
-        now = (self.n_attached, self._root.reader.version())
+        lister = self._root.lister
+        now = (self.n_attached, lister.version())
         if self._listed is None or self._listed[0] != now:
-            self._listed = (now, Entries(self._root.reader).list())
+            self._listed = (now, Entries(lister).list())
         return list(self._listed[1])
 
     def pin(self, entry_id: str, *, pinned: bool) -> bool:
@@ -327,7 +336,7 @@ class Store:
     def forget_expired(self, now_s: float, default_s: float | None) -> int:
         """Forget the unpinned entries that nobody has matched for their time; how many."""
         ttls, n = self.settings().ttls, 0
-        for entry_id, fingerprint, matched_s in Entries(self._root.reader).unpinned():
+        for entry_id, fingerprint, matched_s in Entries(self._root.lister).unpinned():
             ttl_s = ttls.get(entry_id, ttls.get(fingerprint, default_s))
             if ttl_s is not None and now_s - matched_s > ttl_s:
                 self.forget(entry_id, dry_run=False)
@@ -395,7 +404,10 @@ class Store:
         limits.check()
         with self._root.writing:
             with self._root.index.transaction():
-                self._root.change_settings(limits=limits.over(self.settings().limits))
+                before = self.settings().limits
+                after = self._root.change_settings(limits=limits.over(before)).limits
+            if after != before:
+                log.info("the limits of %s are changed: %s", self.root, format_limits(after))
             self._root.room.gone = self.gone()
             removed = self._root.remover.shrink(self._limits)
         for caution in self.cautions():
@@ -431,17 +443,18 @@ class Store:
 
     def usage(self) -> dict[str, int]:
         """Bytes and files that the limits count, and the counters."""
-        totals, going = self._root.reader.totals(), self._root.reader.condemned_totals()
+        lister = self._root.lister
+        totals, going = lister.totals(), lister.condemned_totals()
         return {
-            **self._root.reader.counters(),
-            "bytes_used": totals.nbytes - going[1] + self._root.reader.own_nbytes(),
+            **lister.counters(),
+            "bytes_used": totals.nbytes - going[1] + lister.own_nbytes(),
             "files_used": totals.n_files - going[0],
-            "index_bytes": self._root.reader.own_nbytes(),
+            "index_bytes": lister.own_nbytes(),
         }
 
     def namespaces(self) -> list[tuple[bytes, int, int]]:
         """Fingerprint, files and bytes of each namespace."""
-        return self._root.reader.namespaces()
+        return self._root.lister.namespaces()
 
     def describe(self, fingerprint: bytes, description: bytes) -> None:
         """Write `identity.json` of a namespace."""
@@ -479,7 +492,7 @@ class Store:
 
     def verify(self, progress: check.Progress | None = None, *, quarantine: bool = False) -> check.Report:
         """Read every record; with `quarantine`, what is damaged is moved there, else nothing is changed."""
-        report = check.verify(self._root.reader, self._root.files, progress)
+        report = check.verify(self._root.lister, self._root.files, progress)
         if quarantine:
             for name, why in report.bad:
                 self.settle_bad(name, why, missing=False)
