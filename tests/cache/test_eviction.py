@@ -257,6 +257,21 @@ def test_b075_b079_files_of_earlier_runs_count(tmp_path: Path) -> None:
     driver.close()
 
 
+def test_b075_a_limit_that_was_lowered_meanwhile_holds_from_the_start(tmp_path: Path) -> None:
+    """By hand, in `store.json`, or by another process."""
+    driver = driver_of(tmp_path, max_files=9)
+    for i in range(3):
+        driver.save(chat(i))
+    driver.close()
+    path = driver.root / "store.json"
+    path.write_text(path.read_text().replace('"max_files": 9', '"max_files": 6'))
+    driver.open()
+    assert on_disk(driver.root).n_files == 6
+    assert driver.restore([*chat(2), 1]).n_tokens == 9
+    driver.assert_in_order()
+    driver.close()
+
+
 def test_b076_namespaces_of_models_that_are_gone_count_and_go(tmp_path: Path) -> None:
     driver = driver_of(tmp_path, max_files=9)
     for seed in range(3):

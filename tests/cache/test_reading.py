@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -69,16 +69,18 @@ def test_b095_an_index_that_hangs_holds_nobody_up(driver: Driver, monkeypatch: p
     namespace, before = driver.namespace(), driver.cache.stats()
     match = namespace.find(range(41))
     free = threading.Event()
-    reader = driver.cache.store._root.reader
+    root = driver.cache.store._root
     with monkeypatch.context() as patched:
-        calls = {name: getattr(reader, name) for name in ("rows", "one")}
-        for name in calls:
+        calls = [
+            (index, name, getattr(index, name)) for index in (root.reader, root.lister) for name in ("rows", "one")
+        ]
+        for index, name, call in calls:
 
-            def hang(*arguments: object, name: str = name) -> object:
+            def hang(*arguments: object, call: Callable[..., object] = call) -> object:
                 assert free.wait(60)
-                return calls[name](*arguments)
+                return call(*arguments)
 
-            patched.setattr(reader, name, hang)
+            patched.setattr(index, name, hang)
         # Each of these would wait for a minute.
         assert namespace.find(range(41)).reason is Reason.TIMEOUT
         assert namespace.find(range(41)).reason is Reason.TIMEOUT
@@ -119,3 +121,24 @@ def test_many_threads_restore_at_once(driver: Driver) -> None:
     for thread in threads:
         thread.join()
     assert not failures
+
+
+def test_a_long_list_keeps_no_look_up_waiting(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
+    held, free = threading.Event(), threading.Event()
+    lister = driver.cache.store._root.lister
+
+    def hold() -> None:
+        with lister.deadline(60.0):
+            held.set()
+            assert free.wait(60)
+
+    holder = threading.Thread(target=hold)
+    holder.start()
+    assert held.wait(10)
+    assert driver.restore(range(41)).n_tokens == 40
+    driver.save(range(900, 909))
+    driver.flush()
+    assert not free.is_set()
+    free.set()
+    holder.join()
+    assert len(driver.cache.entries()) == 2

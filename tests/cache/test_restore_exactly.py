@@ -12,6 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import rewarm
+from rewarm.cache.policy import Policy
 from rewarm.state.layout import Kind
 from rewarm.state.reason import Reason
 from rewarm.state.sequence import Opaque, Rows, SequenceState
@@ -318,6 +319,48 @@ def test_b112_a_turn_writes_its_new_tokens_only(tmp_path: Path) -> None:
     assert driver.restore([*tokens, 1]).n_tokens == 300
     # Of rows alone, only the last point stays: 37 blocks and the tail.
     assert on_disk(driver.root).n_files == 38
+    driver.close()
+
+
+@pytest.mark.parametrize("kind", ["rows", "window", "hybrid"])
+def test_b112_thirty_turns_write_little_more_than_their_final_size(tmp_path: Path, kind: str) -> None:
+    """Rows alone: 1.05 times the final size and a block a turn. Other layouts: the bytes of each restore point too."""
+    wide = tuple(replace(part, shape=(4, 64)) for part in pair())
+    layers = {"rows": (wide,), "window": (wide, window(96, 4, 64)), "hybrid": (wide, recurrent((64, 64)))}[kind]
+    driver = Driver(tmp_path / "kv", FakeEngine(layers=layers), block_tokens=64, policy=Policy())
+    tokens: list[int] = []
+    points = 0
+    for turn in range(30):
+        tokens += range(turn * 1000, turn * 1000 + 150)
+        driver.save(tokens)
+        driver.flush()
+        if kind != "rows":
+            points += max(path.stat().st_size for path in on_disk(driver.root).records if path.suffix == ".point")
+    written, final = driver.cache.stats()["bytes_written"], sum(p.stat().st_size for p in on_disk(driver.root).records)
+    a_block = max(path.stat().st_size for path in on_disk(driver.root).records if path.suffix == ".block")
+    assert isinstance(written, int)
+    assert final <= written <= 1.05 * final + 30 * a_block + points
+    driver.close()
+
+
+def test_a_tensor_that_comes_and_goes_has_chains_of_its_own(tmp_path: Path) -> None:
+    """A draft model that is loaded for some turns: each kind of state is restored whole, never a mixture."""
+    alone, both = FakeEngine(layers=(pair(),)), FakeEngine(layers=(pair(), pair(1, 2)))
+    driver = Driver(tmp_path / "kv", lossy=True)
+    space = driver.namespace()
+    longest: dict[int, tuple[FakeEngine, int]] = {}
+    for turn, engine in enumerate([alone, both, both, alone, both]):
+        tokens = range(7 * (turn + 1))
+        assert space.save(tokens, engine.state(tokens)).wait(20)
+        driver.flush()
+        longest[len(engine.layers)] = (engine, len(tokens))
+    state = space.restore(space.find(range(36)))
+    assert state.n_tokens == 35
+    both.check(state, range(36))
+    match = space.find(range(36), at_most=28)
+    state = space.restore(match)
+    (alone if len(state.tensors) == 2 else both).check(state, range(36))
+    assert state.n_tokens == 28
     driver.close()
 
 

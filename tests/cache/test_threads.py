@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+import subprocess
+import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -150,3 +152,33 @@ def test_two_caches_of_one_process_share_one_root(tmp_path: Path) -> None:
     one.assert_in_order()
     one.close()
     two.close()
+
+
+EXIT = """
+import logging, sys, pathlib
+from rewarm.testing.driver import Driver
+from rewarm.testing.faults import Fault, FaultyDisk
+import rewarm.cache.prefix_cache as module
+
+logging.basicConfig(level=logging.WARNING, stream=sys.stdout)
+disk = FaultyDisk()
+driver = Driver(pathlib.Path(sys.argv[1]), disk=disk, lossy=True)
+driver.save(range(9))
+if sys.argv[2] == "hangs":
+    driver.flush()
+    module.PrefixCache.close.__defaults__ = (0.2,)
+    disk.plant(Fault("create", "hang"))
+    driver.save(range(100, 109))
+"""
+
+
+@pytest.mark.parametrize("disk", ["answers", "hangs"])
+def test_an_exit_without_close_writes_what_waits_or_says_what_is_lost(tmp_path: Path, disk: str) -> None:
+    command = [sys.executable, "-c", EXIT, str(tmp_path / "kv"), disk]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    assert ("1 saves were not written" in done.stdout) == (disk == "hangs")
+    driver = Driver(tmp_path / "kv", lossy=True)
+    driver.perfect.save((0, b""), range(9), driver.engine.state(range(9)))
+    assert driver.restore(range(10)).n_tokens == 9
+    driver.close()

@@ -291,3 +291,28 @@ def test_b069_a_record_that_is_a_link_is_set_aside_with_a_reason(tmp_path: Path)
     assert state.n_tokens == 11
     assert len(list(tmp_path.glob("*.block"))) == 2  # what the links led to is nobody's business
     driver.close()
+
+
+def test_b083_index_and_disk_agree_after_damage_has_been_met(tmp_path: Path) -> None:
+    driver = Driver(tmp_path / "kv", lossy=True)
+    chats = [[100 * i, 1, 2, 3, 4, 5, 6, 7, 8] for i in range(50)]
+    for tokens in chats:
+        driver.save(tokens)
+    driver.flush()
+    for path in random.Random(0).sample(on_disk(driver.root).records, 10):
+        data = bytearray(path.read_bytes())
+        data[len(data) // 2] ^= 4
+        path.write_bytes(data)
+    for tokens in chats:
+        driver.restore([*tokens, 1])
+    driver.flush()
+    found, stats = on_disk(driver.root), driver.cache.stats()
+    assert (stats["files_used"], stats["bytes_used"]) == (found.n_files, found.nbytes)
+    driver.cache.verify(quarantine=True)  # what lies behind a damaged block, and was not met
+    found, stats = on_disk(driver.root), driver.cache.stats()
+    assert (stats["files_used"], stats["bytes_used"]) == (found.n_files, found.nbytes)
+    assert stats["quarantined_files"] == 10
+    driver.cache.repair()
+    found, stats = on_disk(driver.root), driver.cache.stats()
+    assert (stats["files_used"], stats["bytes_used"]) == (found.n_files, found.nbytes)
+    driver.close()

@@ -58,7 +58,7 @@ class Root:
         rebuilt: whether the index had to be built anew.
         n_attached: how often the folder was opened: once, and each time that it was changed from outside.
         lock, files, index, reader, entries, room, remover, recovery, committer: what is open; `reader` is a connection
-            of its own for look-ups.
+            of its own for look-ups, `lister` one for what takes longer and must not keep them waiting.
 
     Raises:
         OSError, IndexFault, RootError: the folder cannot be opened.
@@ -68,6 +68,7 @@ class Root:
     files: Files
     index: Index
     reader: Index
+    lister: Index
     entries: Entries
     room: Room
     recovery: Recovery
@@ -145,9 +146,10 @@ class Root:
             self.remover = Remover(room, self.recovery, self.lock)
             self.committer = Committer(room, self.recovery, self.remover, self.lock, self._crew)
             self.reader = Index(path, READER_TIMEOUT_S)
+            self.lister = Index(path, READER_TIMEOUT_S)
             self.index.totals()
         except IndexFault:
-            self.index.close()
+            self._close_index()
             raise
 
     def _remove_index(self) -> None:
@@ -223,7 +225,7 @@ class Root:
             self._attach(settings)
         except (OSError, RootError) as error:
             fault = IndexFault(f"the cache folder {self.folder} cannot be opened anew: {str(error).rstrip('.')}")
-            for index in (self.reader, self.index):
+            for index in (self.lister, self.reader, self.index):
                 index.why_closed = str(fault)
             raise fault from None
 
@@ -235,9 +237,11 @@ class Root:
         return False
 
     def _close_index(self) -> None:
-        for index in (self.reader, self.index):
-            with contextlib.suppress(IndexFault):
-                index.close()
+        for name in ("lister", "reader", "index"):
+            index: Index | None = getattr(self, name, None)
+            if index is not None:
+                with contextlib.suppress(IndexFault):
+                    index.close()
 
     def close(self) -> None:
         """Give everything back; idempotent."""
