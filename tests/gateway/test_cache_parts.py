@@ -3,46 +3,38 @@
 from __future__ import annotations
 
 import json
-import stat
 from pathlib import Path
 
 import pytest
 
 pytest.importorskip("fastapi", reason="needs the gateway's packages")
 
-from rewarm.gateway.place import Place, with_chosen_place
+from rewarm.cache.prefix_cache import default_root
+from rewarm.gateway.place import Place
 from rewarm.gateway.settings import Settings
 from rewarm.gateway.titles import Titles
 
 
-def test_the_chosen_place_is_remembered_for_its_owner_alone(tmp_path: Path) -> None:
+def test_the_chosen_place_is_remembered_for_the_next_start(tmp_path: Path) -> None:
     settings = Settings(data_dir=tmp_path / "data")
-    usual = settings.cache_dir
-    assert with_chosen_place(settings).cache_dir == usual
-    Place(settings).remember(tmp_path / "new")
-    assert with_chosen_place(settings).cache_dir == tmp_path / "new"
-    assert stat.S_IMODE((tmp_path / "data" / "gateway.json").stat().st_mode) == 0o600
-    Place(settings).remember(tmp_path / "newer")
-    assert with_chosen_place(settings).cache_dir == tmp_path / "newer"
-    assert [path.name for path in (tmp_path / "data").iterdir()] == ["gateway.json"]
+    assert Place(settings).forced_by == ""
+    for name in ("new", "newer"):
+        Place(settings).remember(tmp_path / name)
+        assert Settings().cache_dir == default_root() == tmp_path / name
+        assert Place(Settings()).forced_by == ""
 
 
 def test_what_is_said_at_the_start_stands_above_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    Place(Settings(data_dir=tmp_path)).remember(tmp_path / "chosen")
-    given = Settings(data_dir=tmp_path, cache_dir=tmp_path / "given")
-    assert with_chosen_place(given).cache_dir == tmp_path / "given"
+    Place(Settings()).remember(tmp_path / "chosen")
+    given = Settings(cache_dir=tmp_path / "given")
+    assert given.cache_dir == tmp_path / "given"
     assert "--dir" in Place(given).forced_by
+    Place(given).remember(tmp_path / "elsewhere")
+    assert default_root() == tmp_path / "chosen"  # one beside the usual cache: that stays the usual
     monkeypatch.setenv("REWARM_DIR", str(tmp_path / "environment"))
-    settings = Settings(data_dir=tmp_path)
-    assert with_chosen_place(settings).cache_dir == tmp_path / "environment"
+    settings = Settings()
+    assert settings.cache_dir == tmp_path / "environment"
     assert "REWARM_DIR" in Place(settings).forced_by
-
-
-@pytest.mark.parametrize("content", ["", "{", '{"cache_dir": 7}', "[]", "\xff"])
-def test_a_broken_memory_of_it_is_no_fault(tmp_path: Path, content: str) -> None:
-    (tmp_path / "gateway.json").write_bytes(content.encode("latin-1"))
-    settings = Settings(data_dir=tmp_path)
-    assert with_chosen_place(settings).cache_dir == settings.cache_dir
 
 
 def test_titles_follow_the_files(tmp_path: Path) -> None:

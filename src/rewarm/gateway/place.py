@@ -25,10 +25,13 @@ class Place:
     def remember(self, folder: Path) -> None:
         """Choose `folder` for the next start, and for every command that is not told another one.
 
+        Nothing is kept where the start named the folder: it may be one beside the usual cache, which stays the usual.
+
         Raises:
             ConfigurationError: it cannot be written; what was chosen before still holds.
         """
-        write_value("dir", str(folder))
+        if not self.forced_by:
+            write_value("dir", str(folder))
 
 
 def _forced_by(settings: Settings) -> str:

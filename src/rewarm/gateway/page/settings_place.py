@@ -146,7 +146,9 @@ class PlaceCard:
             set_text(self._folder, str(folder))
             set_text(self._disk, await asyncio.to_thread(_room, self._admin))
         forced_by = self._admin.disk_cache.place.forced_by
-        set_text(self._forced, f"Named by {forced_by}. A change here holds until the next start with it.")
+        set_text(
+            self._forced, f"Named by {forced_by}. A change here holds until the gateway ends; name the new folder then."
+        )
         toggle(self._forced, is_shown=bool(forced_by))
         toggle(self._form, is_shown=not is_going_on)
         toggle(self._going, is_shown=is_going_on)
