@@ -148,8 +148,16 @@ class Handler(BaseHTTPRequestHandler):
         self._json(401, {"error": {"message": "Invalid API Key", "type": "authentication_error", "code": 401}})
         return False
 
+    def _die_once(self, moment: str) -> None:
+        """End in the middle of what the test has named, if that file of its is still there."""
+        dies = self.server.behaviour.get("dies_once", {})
+        if moment in dies and Path(dies[moment]).exists():
+            Path(dies[moment]).unlink()
+            os._exit(1)
+
     def _slot_action(self, number: int, action: str, body: dict[str, Any]) -> None:
         slot = self.server.slots[number]
+        self._die_once(action)
         path = Path(self.server.folder + body.get("filename", ""))
         with slot.lock:
             if action == "erase":
@@ -187,6 +195,7 @@ class Handler(BaseHTTPRequestHandler):
             if not body.get("cache_prompt", True):
                 cached = 0
             slot.cut(cached)
+            self._die_once("prefill" if len(tokens) > 2 else "")
             slot.evaluate(tokens[cached:])
             timings = {"cache_n": cached, "prompt_n": len(tokens) - cached, "prompt_ms": 1.0 * (len(tokens) - cached)}
             last = bytes(token for token in tokens[-40:] if token < BOS).decode(errors="replace")

@@ -15,9 +15,9 @@ import pytest
 from llama_worker import FakeWorker, cached, messages, reply
 
 import rewarm
+from rewarm.adapters.asked import Asked, Mode, read_headers
 from rewarm.adapters.llama.face import Access
 from rewarm.adapters.llama.slot_files import RawFile
-from rewarm.adapters.llama.turns import Asked, Mode, read_headers
 from rewarm.state.reason import Dropped
 
 SYSTEM = "You are the guide of a museum, and answer in one sentence. " * 3

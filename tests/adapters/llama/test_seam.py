@@ -116,6 +116,34 @@ def test_an_engine_that_dies_in_a_reply_is_an_error_and_then_a_fresh_one(tmp_pat
         assert worker.runner.engine.generation == 3
 
 
+@pytest.mark.parametrize("moment", ["restore", "prefill", "save", "erase"])
+def test_an_engine_that_dies_at_any_moment_leaves_the_store_whole(tmp_path: Path, moment: str) -> None:
+    trap = tmp_path / "trap"
+    with FakeWorker(tmp_path) as worker:
+        first = worker.chat(FIRST, system=SYSTEM)
+    with FakeWorker(tmp_path, "--parallel", "1", behaviour={"dies_once": {moment: str(trap)}}) as worker:
+        before = [entry.id for entry in worker.cache.entries()]
+        trap.touch()
+        body = {"messages": messages(FIRST, reply(first), SECOND, system=SYSTEM), "max_tokens": 4}
+        off = {"X-Rewarm-Cache": "off"} if moment == "erase" else {}
+        status, _, raw = worker.request("POST", "/v1/chat/completions", body, **off)
+        if moment in ("restore", "prefill"):
+            assert (status, json.loads(raw)["error"]["type"]) == (502, "server_error")
+        else:
+            assert status == 200, "the reply was given before"
+            deadline = time.monotonic() + 20
+            while trap.exists():
+                assert time.monotonic() < deadline
+                time.sleep(0.02)
+            worker.runner.engine.settle()
+        again = worker.chat(FIRST, reply(first), SECOND, system=SYSTEM)
+        assert again["rewarm"]["disk_tokens"] == cached(again) > 0
+        assert worker.runner.engine.generation == 2
+        worker.settle()
+        assert set(before) <= {entry.id for entry in worker.cache.entries()}
+        assert not worker.cache.verify().damaged
+
+
 def test_a_killed_engine_is_replaced_at_the_next_request(tmp_path: Path) -> None:
     with FakeWorker(tmp_path) as worker:
         os.kill(int(worker.runner.engine.ask("GET", "/fake/pid")), signal.SIGKILL)

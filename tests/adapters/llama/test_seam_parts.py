@@ -16,7 +16,7 @@ from rewarm.adapters.llama.identity import Before, Resolved
 from rewarm.adapters.llama.raw_folder import RawFolder
 from rewarm.adapters.llama.slot_file import UnknownLayout, parse_tokens
 from rewarm.adapters.llama.slots import NO_TOKENS, Slot, SlotPool, n_common
-from rewarm.adapters.llama.worth import Worth
+from rewarm.adapters.worth import Worth
 
 
 def tokens(*ids: int) -> np.ndarray:

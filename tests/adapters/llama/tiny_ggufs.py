@@ -217,3 +217,22 @@ def deepseek2(path: Path, seed: int = 6) -> Path:
 
 
 MODELS: dict[str, Callable[[Path], Path]] = {f.__name__: f for f in (llama, qwen2vl, gemma3, lfm2, mamba, deepseek2)}
+
+
+def lora(path: Path, seed: int = 7, rank: int = 4) -> Path:
+    """A LoRA adapter for `llama`: on the keys and values of both layers."""
+    rng = np.random.default_rng(seed)
+    out = gguf.GGUFWriter(path, "llama")
+    out.add_type("adapter")
+    out.add_string("adapter.type", "lora")
+    out.add_float32("adapter.lora.alpha", float(rank))
+    for i in range(2):
+        for part in "kv":
+            name = f"blk.{i}.attn_{part}.weight"
+            out.add_tensor(f"{name}.lora_a", rng.normal(0.0, 0.5, (rank, _D)).astype(np.float32))
+            out.add_tensor(f"{name}.lora_b", rng.normal(0.0, 0.5, (_HEADS_KV * _HEAD_DIM, rank)).astype(np.float32))
+    out.write_header_to_file()
+    out.write_kv_data_to_file()
+    out.write_tensors_to_file()
+    out.close()
+    return path

@@ -13,14 +13,16 @@ from collections.abc import Iterable
 from http import HTTPStatus
 from typing import Any
 
+from rewarm.adapters import control
+from rewarm.adapters.asked import Asked, Mode, read_headers
 from rewarm.adapters.llama import replies
 from rewarm.adapters.llama.engine import EngineGone
 from rewarm.adapters.llama.face import Access, Face, is_gone, lines, pieces, watching
 from rewarm.adapters.llama.prompts import CHAT, CONVERTED, NOT_READ, READ, TEXT, what_taints
 from rewarm.adapters.llama.runner import Runner
 from rewarm.adapters.llama.seam import Tier
-from rewarm.adapters.llama.turns import Asked, Mode, Turn, read_headers
-from rewarm.errors import EngineError, RewarmError
+from rewarm.adapters.llama.turns import Turn
+from rewarm.errors import EngineError
 
 __all__ = ["Access", "Handler"]
 
@@ -84,7 +86,7 @@ class Handler(Face):
             self._refuse()
         elif route in ("/health", "/v1/health") and self.command in ("GET", "HEAD"):
             self._tell_health()
-        elif route.startswith("/rewarm/"):
+        elif route.startswith(control.PREFIX):
             self._control(route, body)
         elif route.startswith("/slots/") and self.command == "POST" and self._runner.caches:
             message = "The slots of this server are saved and restored by rewarm (--rewarm-off gives them back)."
@@ -282,23 +284,7 @@ class Handler(Face):
         if not self._is_gateway:
             self._refuse()
             return
-        asked = (self.command, route)
-        try:
-            if asked == ("POST", "/rewarm/cache"):
-                found = self._runner.use_folder((_as_object(body) or {})["dir"])
-            elif asked == ("POST", "/rewarm/flush"):
-                found = {"flushed": self._runner.flush(_FLUSH_S)}
-            elif asked == ("GET", "/rewarm/stats"):
-                found = self._runner.stats()
-            else:
-                message = "There is no such order."
-                self._send_json(HTTPStatus.NOT_FOUND, replies.error(message, "not_found_error", 404))
-                return
-        except (KeyError, TypeError, OSError, RewarmError) as error:
-            message = f"This cannot be done: {error}. The cache in use stays as it is."
-            self._send_json(HTTPStatus.CONFLICT, replies.error(message, "invalid_request_error", 409))
-            return
-        self._send_json(HTTPStatus.OK, found)
+        self._send_json(*control.answer(self.command, route, body, self._runner))
 
     def _tell_health(self) -> None:
         if self._runner.is_ready:

@@ -11,15 +11,16 @@ from collections.abc import Callable
 from dataclasses import asdict, replace
 from typing import Any
 
+from rewarm.adapters.asked import Asked, Mode
 from rewarm.adapters.llama.codec import UnknownLayout
 from rewarm.adapters.llama.engine import Engine, EngineGone, Refused
 from rewarm.adapters.llama.prompts import Prompt, uncached
 from rewarm.adapters.llama.slot_files import NoRoom
 from rewarm.adapters.llama.slot_saver import SlotSaver, Stored
 from rewarm.adapters.llama.slots import NO_TOKENS, Slot, SlotPool, Tokens, n_common
-from rewarm.adapters.llama.turns import Asked, Mode, Turn
-from rewarm.adapters.llama.worth import Worth
+from rewarm.adapters.llama.turns import Turn
 from rewarm.adapters.reports import explain
+from rewarm.adapters.worth import Worth
 from rewarm.cache.namespace import Match
 from rewarm.state.reason import Reason
 from rewarm.state.sequence import SequenceState
