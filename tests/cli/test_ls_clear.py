@@ -9,7 +9,7 @@ import pytest
 from typer.testing import CliRunner, Result
 
 import rewarm
-from rewarm.cli import clear as clearing
+from rewarm.cli import consent
 from rewarm.cli.app import app
 from rewarm.errors import RootError
 from rewarm.testing.fake_engine import FakeEngine, pair
@@ -123,7 +123,7 @@ def test_it_erases_nothing_where_nobody_can_be_asked(root: Path) -> None:
 
 @pytest.mark.parametrize(("answer", "left"), [("n\n", 3), ("\n", 3), ("y\n", 0)], ids=["no", "nothing", "yes"])
 def test_it_asks_on_a_terminal(root: Path, monkeypatch: pytest.MonkeyPatch, answer: str, left: int) -> None:
-    monkeypatch.setattr(clearing, "_is_somebody_there", lambda: True)
+    monkeypatch.setattr(consent, "is_somebody_there", lambda: True)
     done = run("clear", "--dir", root, answer=answer)
     assert "Erase" in done.stderr
     assert "all models" in done.stderr

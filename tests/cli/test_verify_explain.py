@@ -65,7 +65,7 @@ def test_repair_makes_index_and_disk_agree(root: Path) -> None:
         cache.store._root.index.execute("DELETE FROM records WHERE n = 8")
     done = run("verify", "--dir", root)
     assert (done.exit_code, "not in the index" in done.stdout, "rewarm repair" in done.stdout) == (1, True, True)
-    assert json.loads(run("repair", "--dir", root, "--json").stdout) == {"n_records": 6}
+    assert json.loads(run("repair", "--dir", root, "--json").stdout) == {"n_records": 6, "made_settings": False}
     assert run("verify", "--dir", root).exit_code == 0
 
 

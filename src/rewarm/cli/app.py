@@ -8,18 +8,23 @@ import typer
 
 import rewarm
 from rewarm.cli.clear import clear
+from rewarm.cli.config import config
 from rewarm.cli.demo import demo
 from rewarm.cli.explain import explain
+from rewarm.cli.forget import forget
 from rewarm.cli.llama_server import llama_server
 from rewarm.cli.ls import ls
 from rewarm.cli.mlx_lm import SETTINGS, mlx_lm
+from rewarm.cli.pin import pin, unpin
 from rewarm.cli.serve import serve
+from rewarm.cli.show import show
+from rewarm.cli.stats import stats
 from rewarm.cli.verify import repair, verify
 
 app = typer.Typer(
     name="rewarm",
     no_args_is_help=True,
-    add_completion=False,
+    add_completion=True,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
@@ -28,10 +33,16 @@ app.command("serve")(serve)
 app.command("mlx-lm", context_settings=SETTINGS)(mlx_lm)
 app.command("llama-server", context_settings=SETTINGS)(llama_server)
 app.command("ls")(ls)
-app.command("clear")(clear)
+app.command("show")(show)
+app.command("stats")(stats)
 app.command("explain")(explain)
+app.command("pin")(pin)
+app.command("unpin")(unpin)
+app.command("forget")(forget)
+app.command("clear")(clear)
 app.command("verify")(verify)
 app.command("repair")(repair)
+app.add_typer(config, name="config")
 app.command("demo")(demo)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
@@ -15,7 +14,9 @@ from rewarm.cache.description import identity_of
 from rewarm.cache.explain import Decode
 from rewarm.cache.prefix_cache import PrefixCache
 from rewarm.cli.extras import tokenizer_of
-from rewarm.cli.roots import Folder, chosen, existing
+from rewarm.cli.output import AsJson, print_json
+from rewarm.cli.roots import Folder, chosen, opened
+from rewarm.state.chain import as_tokens
 
 
 def explain(
@@ -27,18 +28,16 @@ def explain(
     tokenizer: Annotated[
         Path | None, typer.Option(metavar="PATH", help="A model folder or tokenizer.json: shows tokens as text.")
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object, alone.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Say what a prompt would find, and why not more."""
     words = tokenizer_of(tokenizer) if tokenizer is not None else None
     tokens = _tokens(prompt, words)
-    with existing(folder) as (root, cache):
-        if cache is None:
-            raise typer.BadParameter(f"There is no cache in {root}.")
+    with opened(folder) as cache:
         found = cache.explain(tokens, _identity(cache, model))
     decode: Decode | None = words.decode if words is not None else None
     if as_json:
-        typer.echo(json.dumps({**found.as_dict(), "sentence": found.sentence(decode)}, ensure_ascii=False))
+        print_json({**found.as_dict(), "sentence": found.sentence(decode)})
     else:
         typer.echo(found.sentence(decode))
 
@@ -49,11 +48,15 @@ def _tokens(path: Path, words: Any) -> Sequence[int]:
     except (OSError, UnicodeDecodeError) as error:
         raise typer.BadParameter(f"{path} cannot be read: {error}") from None
     try:
-        return msgspec.json.decode(text, type=list[int])
-    except msgspec.DecodeError:
+        found = msgspec.json.decode(text, type=list[int])
+    except (msgspec.DecodeError, RecursionError, ValueError):
         if words is None:
             raise typer.BadParameter(f"{path} is no JSON list of token ids; for text, name a --tokenizer.") from None
-    return list(words.encode(text).ids)
+        return list(words.encode(text).ids)
+    try:
+        return as_tokens(found).tolist()
+    except (ValueError, OverflowError) as error:
+        raise typer.BadParameter(f"{path}: {error}.") from None
 
 
 def _identity(cache: PrefixCache, prefix: str | None) -> Identity:

@@ -8,11 +8,14 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
+import os
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from rewarm.errors import EngineError
+from rewarm.cache.config_file import config_path, read_config
+from rewarm.cache.prefix_cache import default_root
+from rewarm.errors import EngineError, GatewayError
 
 EXTRAS = {
     "cli": ("rich", "typer"),
@@ -132,3 +135,53 @@ def needs(extra: str) -> Iterator[None]:
             f"This command needs the Python package {error.name}, which is not installed. "
             f"Install it with: pip install 'rewarm[{extra}]'"
         ) from None
+
+
+def gateway_settings() -> dict[str, tuple[Any, str]]:
+    """Every setting of the gateway's start: its value and where it came from; of `dir` alone where it is not installed.
+
+    Raises:
+        ConfigurationError, GatewayError: a setting makes no sense.
+    """
+    try:
+        from rewarm.gateway import settings
+    except ModuleNotFoundError as error:
+        if (error.name or "").partition(".")[0] not in EXTRAS["gateway"]:
+            raise
+        return {"dir": (str(default_root()), _origin_of_folder())}
+    values = settings.Settings().model_dump(mode="json")
+    return {
+        "dir" if name == settings.FOLDER else name: (value, settings.origin(name))
+        for name, value in values.items()
+        if name not in settings.ORDERS or value is not None
+    }
+
+
+def _origin_of_folder() -> str:
+    if os.environ.get("REWARM_DIR"):
+        return "REWARM_DIR in the environment"
+    return str(config_path()) if "dir" in read_config() else "default"
+
+
+def names_in_file() -> list[str]:
+    """The names that may stand in the configuration file, as far as they are known here."""
+    try:
+        from rewarm.gateway.settings import names_in_file as names
+    except ModuleNotFoundError:
+        return ["dir"]
+    return names()
+
+
+def check_setting(name: str, value: Any) -> None:
+    """Refuse a value for the configuration file that makes no sense; checks `dir` alone without the gateway.
+
+    Raises:
+        GatewayError: it makes none.
+    """
+    if name == "dir":
+        if not value.strip() or "\0" in value:
+            raise GatewayError(f"dir cannot be {value!r}.")
+        return
+    with needs("gateway"):
+        from rewarm.gateway.settings import Settings
+    Settings(**{name: value})

@@ -2,21 +2,16 @@
 
 from __future__ import annotations
 
-import datetime as dt
-import json
 import time
 from dataclasses import asdict
 from typing import Annotated
 
 import typer
-from rich.console import Console
-from rich.table import Table
 
 from rewarm.cache.prefix_cache import PrefixCache
-from rewarm.cli.roots import SHORT_FINGERPRINT, Folder, existing, model_names
-from rewarm.units import format_bytes, format_seconds
-
-_DAYS_2 = 2 * 86_400
+from rewarm.cli.output import ago, cell, console, plain, print_json, table
+from rewarm.cli.roots import SHORT_FINGERPRINT, SHORT_ID, Folder, existing, model_names
+from rewarm.units import format_bytes
 
 
 def ls(
@@ -26,7 +21,7 @@ def ls(
     """List what the cache holds."""
     with existing(folder) as (root, cache):
         if as_json:
-            typer.echo(json.dumps(_rows(cache) if cache else [], indent=2, ensure_ascii=False))
+            print_json(_rows(cache) if cache else [])
         elif cache is None:
             typer.echo(f"There is no cache in {root}.")
         else:
@@ -39,36 +34,27 @@ def _rows(cache: PrefixCache) -> list[dict[str, object]]:
 
 
 def _show(cache: PrefixCache) -> None:
-    console, names, now_s = Console(highlight=False), model_names(cache), time.time()
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    table.add_column("entry", overflow="fold")
-    for heading in ("tokens", "size", "own", "last match"):
-        table.add_column(heading, justify="right", no_wrap=True)
-    table.add_column("model", overflow="fold")
-    table.add_column("")
+    names, now_s = model_names(cache), time.time()
+    numbers = ("tokens", "size", "own", "last match")
+    rows = table("id", "entry", *numbers, "model", "", numbers=numbers)
     for entry in cache.entries():
-        table.add_row(
-            entry.label or f"({entry.boundary})",
+        rows.add_row(
+            entry.id[:SHORT_ID],
+            cell(entry.label or f"({entry.boundary})"),
             f"{entry.n_tokens:,}",
             format_bytes(entry.nbytes),
             format_bytes(entry.own_nbytes),
-            _ago(entry.matched_s, now_s),
-            f"{names.get(entry.fingerprint, 'unnamed')} {entry.fingerprint[:SHORT_FINGERPRINT]}",
+            ago(entry.matched_s, now_s),
+            cell(f"{names.get(entry.fingerprint, 'unnamed')} {entry.fingerprint[:SHORT_FINGERPRINT]}"),
             "pinned" if entry.pinned else "",
         )
-    if table.row_count:
-        console.print(table)
+    if rows.row_count:
+        console().print(rows)
     used, limits = cache.store.usage(), cache.settings().limits
     limit = "" if limits.max_bytes is None else f" of {format_bytes(limits.max_bytes)}"
-    console.print(
-        f"{table.row_count} entries; {format_bytes(used['bytes_used'])}{limit} in {used['files_used']} files, "
-        f"in {cache.root}",
+    console().print(
+        f"{rows.row_count} entries; {format_bytes(used['bytes_used'])}{limit} in {used['files_used']} files, "
+        f"in {plain(str(cache.root))}",
         soft_wrap=True,
+        markup=False,
     )
-
-
-def _ago(then_s: float, now_s: float) -> str:
-    """When that was, as one says it: `3 min 20 s ago`, or the day when it is two days ago or more."""
-    if now_s - then_s >= _DAYS_2:
-        return dt.datetime.fromtimestamp(then_s).astimezone().date().isoformat()
-    return f"{format_seconds(max(0.0, now_s - then_s))} ago"

@@ -18,6 +18,9 @@ def main() -> None:
             f"The command line needs the Python package {error.name}, which is not installed. "
             "Install it with: pip install 'rewarm[cli]'"
         )
+    from rewarm.cli.output import be_safe
+
+    be_safe()
     try:
         app()
     except RewarmError as error:

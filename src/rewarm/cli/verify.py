@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-import json
+from itertools import islice
+from pathlib import Path
 from typing import Annotated
 
 import typer
 from rich.console import Console
 from rich.progress import Progress
 
-from rewarm.cache.prefix_cache import PrefixCache
-from rewarm.cli.roots import Folder, existing
+from rewarm.cache.prefix_cache import PrefixCache, open_cache
+from rewarm.cli.output import AsJson, print_json
+from rewarm.cli.roots import Folder, existing, folder_meant, remains
+from rewarm.errors import RecordError, RootError
+from rewarm.format.record import PRELUDE, read_header, read_prelude
 from rewarm.store.check import Report
 from rewarm.units import format_bytes
 
@@ -18,13 +22,13 @@ from rewarm.units import format_bytes
 def verify(
     folder: Folder = None,
     quarantine: Annotated[bool, typer.Option("--quarantine", help="Move damaged records out of the way.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object, alone.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Read every record and check every byte; ends with 1 when something is wrong."""
     with existing(folder) as (root, cache):
         report = Report() if cache is None else _looked(cache, quarantine)
     if as_json:
-        typer.echo(json.dumps(_as_dict(report, quarantine)))
+        print_json(_as_dict(report, quarantine))
     elif cache is None:
         typer.echo(f"There is no cache in {root}.")
     else:
@@ -33,17 +37,42 @@ def verify(
         raise typer.Exit(1)
 
 
-def repair(
-    folder: Folder = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object, alone.")] = False,
-) -> None:
+def repair(folder: Folder = None, as_json: AsJson = False) -> None:
     """Build the index anew from the records; order of use and hits are lost, nothing else."""
-    with existing(folder) as (root, cache):
+    root = folder_meant(folder)
+    made_settings = _made_settings(root)
+    with existing(root) as (root, cache):
         n = 0 if cache is None else cache.repair()
     if as_json:
-        typer.echo(json.dumps({"n_records": n}))
-    else:
-        typer.echo(f"There is no cache in {root}." if cache is None else f"The index in {root} has {n} records.")
+        print_json({"n_records": n, "made_settings": made_settings})
+        return
+    if made_settings:
+        typer.echo(f"store.json was gone: {root} has default limits and no pins now.")
+    typer.echo(f"There is no cache in {root}." if cache is None else f"The index in {root} has {n} records.")
+
+
+def _made_settings(root: Path) -> bool:
+    """Make a lost `store.json` anew, with the block size that the records were made with; whether it was."""
+    try:
+        if (root / "store.json").exists() or not remains(root):
+            return False
+    except OSError as error:
+        raise RootError(f"The cache folder {root} cannot be read: {error.strerror}.") from None
+    sizes = {n for n in map(_block_tokens, islice(root.glob("*/??/*.*"), 64)) if n}
+    with open_cache(root, block_tokens=sizes.pop() if len(sizes) == 1 else 256):
+        return True
+
+
+def _block_tokens(path: Path) -> int:
+    """The block size that a record file was made with; 0 where it cannot be read."""
+    try:
+        with path.open("rb") as file:
+            data = file.read(PRELUDE.size)
+            prelude = read_prelude(data, path.stat().st_size)
+            data += file.read(prelude.payload_at - len(data))
+            return read_header(data[: prelude.payload_at], prelude).block_tokens
+    except (OSError, RecordError, ValueError):
+        return 0
 
 
 def _looked(cache: PrefixCache, quarantine: bool) -> Report:

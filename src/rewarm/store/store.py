@@ -288,6 +288,12 @@ class Store:
                 self._root.remover.shrink(self._limits)
         return found
 
+    def path(self, entry_id: str) -> list[Row]:
+        """The records that an entry needs, as far as they are there, from the first block on."""
+        reader = self._root.reader
+        rows = (reader.row(key) for key in Entries(reader).path([bytes.fromhex(entry_id)]))
+        return sorted((row for row in rows if row is not None), key=lambda row: (row.n, row.name.is_point))
+
     def forget(self, entry_id: str, *, dry_run: bool) -> Removal:
         """Erase an entry and every record that only it needs."""
         key = bytes.fromhex(entry_id)
