@@ -18,7 +18,7 @@ from typing import Any
 import psutil
 
 import rewarm
-from rewarm.adapters.llama.codec import UnknownLayout
+from rewarm.adapters.llama.codec import CodecState, UnknownLayout
 from rewarm.adapters.llama.engine import Engine, EngineGone, Program, Refused
 from rewarm.adapters.llama.flags import Flags, what_defeats
 from rewarm.adapters.llama.identity import Before, Resolved
@@ -26,6 +26,7 @@ from rewarm.adapters.llama.prompts import Prompts
 from rewarm.adapters.llama.raw_folder import RawFolder
 from rewarm.adapters.llama.seam import Tier
 from rewarm.adapters.llama.slot_files import NoRoom, SlotFiles
+from rewarm.adapters.llama.slot_parts import SlotFile
 from rewarm.adapters.llama.slot_saver import Stored
 from rewarm.adapters.llama.slots import SlotPool
 from rewarm.adapters.llama.turns import Turn
@@ -52,6 +53,9 @@ _LAST_REPLIES_S = 1.5
 _RETRY_S = 5.0
 _PROBE_TOKENS = [1, 2]
 """Any two: every vocabulary has them."""
+
+_LONGER_PROBE_TOKENS = [1, 2] * 80
+"""As many as make a server note a restore point."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -359,12 +363,12 @@ class Runner:
         return self._program.version or f"llama-server {props.get('build_info', '')}"
 
     def _probe(self, files: SlotFiles) -> Probed:
-        """Have two tokens evaluated and their slot saved, and look at the file."""
-        wanted = {"prompt": _PROBE_TOKENS, "n_predict": 1, "id_slot": 0, "cache_prompt": False}
-        self.engine.ask("POST", "/completion", wanted)
-        raw = files.save(0, len(_PROBE_TOKENS))
+        """Have a few tokens evaluated and their slot saved, and look at the file."""
         try:
-            found, states = files.look(raw)
+            found, states = self._saved(files, _PROBE_TOKENS)
+            if found.memory.swa is not None:
+                # Small states come without restore points, whatever the build.
+                found, states = self._saved(files, _LONGER_PROBE_TOKENS)
         except UnknownLayout as error:
             log.warning("rewarm: slot files of this model are kept whole, usable at their own length only: %s", error)
             return Probed(cut_anywhere=False, flash_attention="")
@@ -380,6 +384,12 @@ class Runner:
                 "(builds from b11549 on do): it would evaluate everything again; requests are served uncached."
             )
         return Probed(states.state.layout().rows_only, attention, why_not)
+
+    def _saved(self, files: SlotFiles, tokens: list[int]) -> tuple[SlotFile, CodecState]:
+        """The slot file of some tokens, and its states."""
+        wanted = {"prompt": tokens, "n_predict": 1, "id_slot": 0, "cache_prompt": False}
+        self.engine.ask("POST", "/completion", wanted)
+        return files.look(files.save(0, len(tokens)))
 
     def _work(self, tier: Tier) -> None:
         """Start the threads that save and read for `tier`; those of an earlier one end by themselves."""
