@@ -120,7 +120,7 @@ def test_a_wrong_request_is_refused_in_openais_shape(
     assert running.state()["state"] == "stopped"
 
 
-@pytest.mark.parametrize("path", ["/v1/embeddings", "/v1/../etc/passwd", "/v1/models/x/y", "/v1/", "/api/nothing"])
+@pytest.mark.parametrize("path", ["/v1/embeddings", "/v1/../etc/passwd", "/v1/model/x/y", "/v1/", "/api/nothing"])
 def test_an_unknown_address_is_told_in_json(running: Running, path: str) -> None:
     answer = running.client.get(path)
     assert answer.status_code == 404

@@ -7,18 +7,21 @@ from contextlib import asynccontextmanager
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
+from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse
 
 import rewarm
 from rewarm.gateway.cache_admin import CacheAdmin
 from rewarm.gateway.disk_cache import DiskCache
 from rewarm.gateway.guard import Guard
+from rewarm.gateway.keys import Keys
+from rewarm.gateway.login import login_routes
 from rewarm.gateway.models import Model, find_models
 from rewarm.gateway.problems import Problem
 from rewarm.gateway.routes_api import api_routes
 from rewarm.gateway.routes_cache import cache_routes
 from rewarm.gateway.routes_openai import openai_routes
-from rewarm.gateway.settings import Settings
+from rewarm.gateway.settings import Settings, is_loopback
 from rewarm.gateway.titles import Titles
 from rewarm.gateway.workers import Workers
 
@@ -37,6 +40,7 @@ class Gateway:
         self.disk_cache = DiskCache(settings)
         self.workers.on_reply(self.disk_cache.replies.note)
         self.cache_admin = CacheAdmin(self.disk_cache, self.workers, Titles(settings.data_dir / "chats"))
+        self.keys = Keys(settings.keys())
         self._closers: list[Callable[[], Awaitable[None]]] = []
 
     def before_close(self, closer: Callable[[], Awaitable[None]]) -> None:
@@ -71,8 +75,14 @@ def create_app(gateway: Gateway) -> FastAPI:
         docs_url=None,
         redoc_url=None,
     )
-    app.add_middleware(Guard, max_body_bytes=gateway.settings.max_body_bytes)
-    app.include_router(openai_routes(gateway.workers, gateway.settings.max_body_bytes))
+    app.add_middleware(
+        Guard,
+        max_body_bytes=gateway.settings.max_body_bytes,
+        keys=gateway.keys,
+        is_loopback_only=is_loopback(gateway.settings.host),
+    )
+    app.include_router(openai_routes(gateway.workers))
+    app.include_router(login_routes(gateway.keys))
     app.include_router(cache_routes(gateway.cache_admin))
     app.include_router(api_routes(gateway.workers))
 
@@ -84,6 +94,10 @@ def create_app(gateway: Gateway) -> FastAPI:
     async def tell_invalid(_: Request, error: RequestValidationError) -> JSONResponse:
         wrong = "; ".join(f"{'.'.join(map(str, one['loc']))}: {one['msg']}" for one in error.errors())
         return Problem(400, f"The request makes no sense: {wrong}").response()
+
+    @app.exception_handler(HTTPException)
+    async def tell_refusal(_: Request, error: HTTPException) -> JSONResponse:
+        return Problem(error.status_code, str(error.detail)).response()
 
     @app.exception_handler(Exception)
     async def tell_fault(_: Request, error: Exception) -> JSONResponse:

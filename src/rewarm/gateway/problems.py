@@ -6,6 +6,14 @@ from typing import Any
 
 from starlette.responses import JSONResponse
 
+_ANTHROPIC = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    501: "not_supported_error",
+}
+
 
 class Problem(Exception):
     """A request that cannot be answered, and what to tell the client.
@@ -29,9 +37,16 @@ class Problem(Exception):
         kind = "server_error" if self.status >= 500 else "invalid_request_error"
         return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
 
-    def response(self) -> JSONResponse:
-        """The HTTP response."""
-        return JSONResponse(self.body(), self.status)
+    def body_at(self, path: str) -> dict[str, Any]:
+        """The body in the shape of the API at `path`: Anthropic's for `/v1/messages`, else OpenAI's."""
+        if not path.startswith("/v1/messages"):
+            return self.body()
+        kind = _ANTHROPIC.get(self.status, "api_error" if self.status >= 500 else "invalid_request_error")
+        return {"type": "error", "error": {"type": kind, "message": self.message}}
+
+    def response(self, path: str = "") -> JSONResponse:
+        """The HTTP response of the API at `path`."""
+        return JSONResponse(self.body_at(path), self.status)
 
 
 def unknown_model(name: str, offered: list[str]) -> Problem:
@@ -48,3 +63,14 @@ def not_started(message: str) -> Problem:
 def worker_lost(message: str) -> Problem:
     """502: the model's worker ended, or broke off its answer."""
     return Problem(502, message, "worker_failed")
+
+
+def no_key() -> Problem:
+    """401: the request bears no key that is known."""
+    return Problem(401, "This gateway asks for an API key: send it as 'Authorization: Bearer KEY'.", "invalid_api_key")
+
+
+def not_offered(path: str, engine: str) -> Problem:
+    """501: the model's engine does not have this part of the API."""
+    message = f"{path} is not offered by the engine of this model ({engine}); models in GGUF files have it."
+    return Problem(501, message, "not_offered_by_engine")

@@ -7,26 +7,49 @@ from __future__ import annotations
 
 import json
 import logging
+import re
+import signal
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import httpx
 
 from rewarm.errors import EngineError
+from rewarm.gateway.asking import for_worker
 from rewarm.gateway.problems import Problem, not_started, worker_lost
 from rewarm.gateway.sse import DONE, Event, read_events, write_event
 from rewarm.gateway.worker import Running, Worker
 
 log = logging.getLogger(__name__)
 
-_LOADS = ("adapters", "draft_model")
-"""Fields by which a request would have mlx-lm load files that it names."""
-
-_LOADED = "default_model"
-"""What mlx-lm calls the model of its command line."""
-
 _JSON = {"Content-Type": "application/json"}
+
+_OPENAI = frozenset({"/v1/chat/completions", "/v1/completions"})
+"""Paths whose streams end with `[DONE]`; those of the others end with an event of their own, and the body."""
+
+_LAST_EVENTS = frozenset({"message_stop", "response.completed", "response.incomplete", "response.failed"})
+
+_WORD = re.compile(r"[a-z_]{1,40}")
+_KILLED = frozenset({-signal.SIGKILL, -signal.SIGTERM})
+_AT_ONCE_S = 2.0
+"""A connection that breaks so soon, of a process that was killed: it was so before the request came."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sent:
+    """A request that was sent to a worker.
+
+    Attributes:
+        path: of the API.
+        at: when, by `time.monotonic`.
+        is_usage_asked: whether the client asked for a stream's usage, or it comes unasked.
+    """
+
+    path: str
+    at: float
+    is_usage_asked: bool
 
 
 class Answer:
@@ -35,19 +58,19 @@ class Answer:
     Attributes:
         ttft_s: seconds from sending the request to the first token of a stream; None until it came.
         report: the worker's object `rewarm`; None until it came.
+        path: of the API that was asked.
     """
 
-    def __init__(
-        self, worker: Worker, running: Running, response: httpx.Response, sent_at: float, *, is_usage_asked: bool
-    ) -> None:
+    def __init__(self, worker: Worker, running: Running, response: httpx.Response, sent: Sent) -> None:
         self.ttft_s: float | None = None
         self.report: dict[str, Any] | None = None
         self._worker = worker
         self._name = worker.model.name
         self._running = running
         self._response = response
-        self._sent_at = sent_at
-        self._is_usage_asked = is_usage_asked
+        self._sent_at = sent.at
+        self._is_usage_asked = sent.is_usage_asked
+        self.path = sent.path
 
     async def whole(self) -> dict[str, Any]:
         """The body of an answer that is not streamed, under the model's public name.
@@ -72,6 +95,7 @@ class Answer:
         A worker that ends in the middle gives one last event with an `error` object, as OpenAI's clients
         expect it. Closing the iterator closes the connection, by which the worker sees that nobody listens.
         """
+        is_over = False
         try:
             async for event in read_events(self._response.aiter_bytes()):
                 if event.data is None:
@@ -79,19 +103,23 @@ class Answer:
                     if event.is_done:
                         return
                     continue
-                self._note_first_token(event.data)
+                self._note_first_token(event)
                 data = self._public(event.data)
+                is_over = is_over or event.data.get("type") in _LAST_EVENTS
                 if self._is_usage_asked or data.get("choices") or "usage" not in data:
-                    yield Event(write_event(data), data)
-                if "error" in data:
+                    yield Event(write_event(data, event.name), data, name=event.name)
+                if data.get("error"):
                     return  # the worker's own last word
+            if is_over:
+                return
             problem = await self._lost(None)
         except httpx.HTTPError as error:
             problem = await self._lost(error)
         finally:
             await self._response.aclose()
         log.warning("%s", problem.message)
-        yield Event(write_event(problem.body()), problem.body())
+        body, name = problem.body_at(self.path), "" if self.path in _OPENAI else "error"
+        yield Event(write_event(body, name), body, name=name)
 
     async def stream(self) -> AsyncIterator[bytes]:
         """The bytes of `events`; ends without `[DONE]` when the worker did."""
@@ -108,82 +136,94 @@ class Answer:
         # An answer that is not streamed comes as a whole: nobody knows when its first token was there.
         took_s = time.monotonic() - self._sent_at
         log.info(
-            "%s: %s of %s prompt tokens restored (%s from disk, %s from memory; %s), %s after %.2f s",
+            "%s: %s of %s prompt tokens restored (%s from disk, %s from memory; %s), in %.3f s, saving %.2f s; %s "
+            "after %.2f s",
             self._name,
             *(said.get(key) for key in ("cached_tokens", "prompt_tokens", "disk_tokens", "memory_tokens", "reason")),
+            *(_seconds(said.get(key)) for key in ("restore_s", "saved_s")),
             "answered" if self.ttft_s is None else "first token",
             took_s if self.ttft_s is None else self.ttft_s,
         )
+
+    def headers(self) -> dict[str, str]:
+        """What the cache did, for the head of a reply that is not streamed."""
+        said = self.report
+        if said is None:
+            return {}
+        reason = str(said.get("reason") or "")
+        told = {"X-Rewarm-Cached-Tokens": str(int(_seconds(said.get("cached_tokens"))))}
+        return {**told, "X-Rewarm-Reason": reason} if _WORD.fullmatch(reason) else told
 
     async def aclose(self) -> None:
         """Close the connection to the worker."""
         await self._response.aclose()
 
-    def _note_first_token(self, data: Mapping[str, Any]) -> None:
-        if self.ttft_s is None and data.get("choices"):
+    def _note_first_token(self, event: Event) -> None:
+        if self.ttft_s is None and event.data and (event.data.get("choices") or _is_delta(event.data)):
             self.ttft_s = time.monotonic() - self._sent_at
 
     def _public(self, body: dict[str, Any]) -> dict[str, Any]:
-        if "model" in body:
-            body["model"] = self._name
-        if isinstance(body.get("rewarm"), dict):
-            self.report = body["rewarm"]
+        # `/v1/responses` and `/v1/messages` say it one level down in some events.
+        for part in (body, body.get("response"), body.get("message")):
+            if isinstance(part, dict):
+                if "model" in part:
+                    part["model"] = self._name
+                if isinstance(part.get("rewarm"), dict):
+                    self.report = part["rewarm"]
         return body
 
     async def _lost(self, error: Exception | None) -> Problem:
         return _lost(self._name, await self._running.how_it_ended(), error)
 
 
-async def ask(worker: Worker, path: str, payload: Mapping[str, Any]) -> Answer:
-    """Send a completion request to a model's worker, which is started if it does not run.
+async def ask(
+    worker: Worker, path: str, payload: Mapping[str, Any], headers: Mapping[str, str] | None = None
+) -> Answer:
+    """Send a request to a model's worker, which is started if it does not run.
 
     Args:
         worker: of the model that is asked.
-        path: `/v1/chat/completions` or `/v1/completions`.
+        path: of the API, such as `/v1/chat/completions`.
         payload: the request's body, as the client sent it.
+        headers: further ones for the worker; see `asking.cache_headers`.
 
     Raises:
-        Problem: the request names files to load (400), the worker did not start (503), ended (502), or said no.
+        Problem: the request names files or addresses (400), the worker did not start (503), ended (502), or said no.
     """
-    name = worker.model.name
-    body, is_usage_asked = _for_worker(payload)
+    body, is_usage_asked = for_worker(payload, is_openai=path in _OPENAI)
+    try:
+        raw = json.dumps(body).encode()
+    except RecursionError:
+        raise Problem(400, "The request's body is nested too deeply.", "invalid_json") from None
     # A process that ended before the request reached it is started again; one that ends under it is not.
     for may_start_again in (True, False):
         running = await _started(worker)
-        sent_at = time.monotonic()
+        sent = Sent(path, time.monotonic(), is_usage_asked)
         try:
-            request = running.client.build_request("POST", path, content=body, headers=_JSON)
+            request = running.client.build_request("POST", path, content=raw, headers={**_JSON, **(headers or {})})
             response = await running.client.send(request, stream=True)
         except (httpx.HTTPError, RuntimeError) as error:
+            took_s = time.monotonic() - sent.at
             ended = await running.how_it_ended()
-            # httpx raises RuntimeError where the client was closed already.
-            if may_start_again and ended is not None and isinstance(error, httpx.ConnectError | RuntimeError):
+            if may_start_again and ended is not None and _had_ended_before(running, error, took_s):
                 continue
-            raise _lost(name, ended, error) from error
+            raise _lost(worker.model.name, ended, error) from error
         if response.status_code != 200:
-            raise await _refusal(name, running, response)
-        return Answer(worker, running, response, sent_at, is_usage_asked=is_usage_asked)
+            raise await _refusal(worker.model.name, running, response)
+        return Answer(worker, running, response, sent)
     raise AssertionError("unreachable")
 
 
-def _for_worker(payload: Mapping[str, Any]) -> tuple[bytes, bool]:
-    """The body for the worker, and whether the client asked for a stream's usage.
+def _had_ended_before(running: Running, error: Exception, took_s: float) -> bool:
+    """Whether the worker was gone when the request came, as far as that can be told.
 
-    Raises:
-        Problem: 400, it names files to load.
+    A connection may be taken by a process that is being killed. One that ends by itself may do so for the request's
+    sake, and would again: it is not asked twice.
     """
-    for name in _LOADS:
-        if payload.get(name) is not None:
-            raise Problem(400, f"{name!r} cannot be chosen by a request: it belongs to the model.", param=name)
-    body = {name: value for name, value in payload.items() if name not in _LOADS}
-    # Not the path: mlx-lm takes that for another model when its own was loaded with an adapter.
-    body["model"] = _LOADED
-    given = body.pop("stream_options", None)
-    options = given if isinstance(given, dict) else {}
-    if payload.get("stream") is True:
-        # Asked for in any case: the report of what the cache did comes with it.
-        body["stream_options"] = {**options, "include_usage": True}
-    return json.dumps(body).encode(), options.get("include_usage") is True
+    if isinstance(error, httpx.ConnectError | RuntimeError):
+        # httpx raises RuntimeError where the client was closed already.
+        return True
+    return took_s < _AT_ONCE_S and running.process.returncode in _KILLED
 
 
 async def _started(worker: Worker) -> Running:
@@ -216,3 +256,13 @@ async def _refusal(name: str, running: Running, response: httpx.Response) -> Pro
         return worker_lost(f"The worker of {name} did not take the gateway's request (status {status}).")
     message, code, param = (told.get(key) for key in ("message", "code", "param"))
     return Problem(status, str(message), str(code) if code else None, str(param) if param else None)
+
+
+def _seconds(value: Any) -> float:
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    return float(value) if is_number else 0.0
+
+
+def _is_delta(data: Mapping[str, Any]) -> bool:
+    """Whether an event of `/v1/messages` or `/v1/responses` carries a part of the reply."""
+    return str(data.get("type", "")).endswith((".delta", "_delta")) and data.get("type") != "message_delta"

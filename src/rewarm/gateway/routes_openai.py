@@ -5,15 +5,17 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections.abc import AsyncIterator, Coroutine
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from typing import Any, TypeVar
 
 from fastapi import APIRouter, Request
 from starlette.responses import Response, StreamingResponse
 
 from rewarm.gateway import relay
-from rewarm.gateway.guard import too_large
-from rewarm.gateway.problems import Problem
+from rewarm.gateway.asking import cache_headers
+from rewarm.gateway.guard import CLIENT
+from rewarm.gateway.keys import NOBODY_ELSE, Client
+from rewarm.gateway.problems import Problem, not_offered
 from rewarm.gateway.workers import Workers
 
 T = TypeVar("T")
@@ -27,34 +29,38 @@ class ClientGone(Exception):
     """Nobody listens any more."""
 
 
-def openai_routes(workers: Workers, max_body_bytes: int) -> APIRouter:
+PASSED_ON = {
+    "/chat/completions": ("Answer in a conversation", "OpenAI"),
+    "/completions": ("Complete a text", "OpenAI"),
+    "/responses": ("Answer, where the model's engine has this API", "OpenAI"),
+    "/embeddings": ("Embed texts, where the model's engine does", "OpenAI"),
+    "/messages": ("Answer, where the model's engine has this API", "Anthropic"),
+    "/messages/count_tokens": ("Count a request's tokens, where the model's engine does", "Anthropic"),
+}
+"""Paths under `/v1` that a model answers, which is loaded if it is not: what they do, and whose API they are of."""
+
+
+def openai_routes(workers: Workers) -> APIRouter:
     """The routes under `/v1`."""
-    router = APIRouter(prefix="/v1", tags=["OpenAI"])
+    router = APIRouter(prefix="/v1")
     created = int(time.time())
 
     def described(name: str) -> dict[str, Any]:
         return {"id": name, "object": "model", "created": created, "owned_by": "rewarm"}
 
-    @router.get("/models")
+    @router.get("/models", tags=["OpenAI"])
     async def list_models() -> dict[str, Any]:
         """The models that can be asked, loaded or not."""
         return {"object": "list", "data": [described(name) for name in workers.names]}
 
-    @router.get("/models/{name}")
+    @router.get("/models/{name:path}", tags=["OpenAI"])
     async def get_model(name: str) -> dict[str, Any]:
         """One model."""
         workers.get(name)
         return described(name)
 
-    @router.post("/completions")
-    async def completions(request: Request) -> Response:
-        """Complete a text; the model is loaded if it is not."""
-        return await _complete(request, workers, "/v1/completions", max_body_bytes)
-
-    @router.post("/chat/completions")
-    async def chat_completions(request: Request) -> Response:
-        """Answer in a conversation; the model is loaded if it is not."""
-        return await _complete(request, workers, "/v1/chat/completions", max_body_bytes)
+    for path, (summary, tag) in PASSED_ON.items():
+        router.add_api_route(path, _passing(workers, f"/v1{path}"), methods=["POST"], summary=summary, tags=[tag])
 
     @router.api_route("/{rest:path}", methods=METHODS, include_in_schema=False)
     async def others(request: Request, rest: str) -> Response:
@@ -63,24 +69,42 @@ def openai_routes(workers: Workers, max_body_bytes: int) -> APIRouter:
     return router
 
 
-async def _complete(request: Request, workers: Workers, path: str, max_body_bytes: int) -> Response:
-    payload = _parsed(await _read(request, max_body_bytes))
+def _passing(workers: Workers, path: str) -> Callable[[Request], Awaitable[Response]]:
+    async def passing(request: Request) -> Response:
+        return await passed_on(request, workers, path)
+
+    return passing
+
+
+async def passed_on(request: Request, workers: Workers, path: str) -> Response:
+    """The answer of a model's worker to a request to `path` of the API."""
+    try:
+        return await _answer(request, workers, path)
+    except ClientGone:
+        return Response(status_code=499)
+    except Problem as problem:
+        return problem.response(path)
+
+
+async def _answer(request: Request, workers: Workers, path: str) -> Response:
+    payload = _parsed(await request.body())
     name = payload.get("model")
     if not isinstance(name, str) or not name:
         raise Problem(400, "The request must name its model, as a string: 'model'.", "missing_model", "model")
     if not isinstance(payload.get("stream", False), bool | None):
         raise Problem(400, "'stream' must be true or false.", param="stream")
+    client: Client = request.scope.get(CLIENT, NOBODY_ELSE)
+    headers = cache_headers(request.headers, client.tenant)
     worker = workers.get(name)
-    try:
-        answer = await _while_connected(request, relay.ask(worker, path, payload))
-        if payload.get("stream"):
-            return _Stream(answer)
-        body = await _while_connected(request, answer.whole())
-    except ClientGone:
-        return Response(status_code=499)
+    if path not in worker.model.apis:
+        raise not_offered(path, worker.model.engine)
+    answer = await _while_connected(request, relay.ask(worker, path, payload, headers))
+    if payload.get("stream"):
+        return _Stream(answer)
+    body = await _while_connected(request, answer.whole())
     answer.note()
     # As the worker wrote it: a log probability may be -Infinity, which stricter writers refuse.
-    return Response(json.dumps(body), media_type="application/json")
+    return Response(json.dumps(body), media_type="application/json", headers=answer.headers())
 
 
 class _Stream(StreamingResponse):
@@ -100,21 +124,6 @@ class _Stream(StreamingResponse):
 async def _pieces(answer: relay.Answer) -> AsyncIterator[bytes]:
     async for piece in answer.stream():
         yield piece
-
-
-async def _read(request: Request, max_body_bytes: int) -> bytes:
-    """The body.
-
-    Raises:
-        Problem: 413, it is too large and bears no length.
-    """
-    pieces, n_bytes = [], 0
-    async for piece in request.stream():
-        n_bytes += len(piece)
-        if n_bytes > max_body_bytes:
-            raise too_large(max_body_bytes)
-        pieces.append(piece)
-    return b"".join(pieces)
 
 
 def _parsed(body: bytes) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import platformdirs
-from pydantic import Field, ValidationError, field_validator
+from pydantic import Field, SecretStr, ValidationError, ValidationInfo, field_validator
 from pydantic_settings import (
     BaseSettings,
     EnvSettingsSource,
@@ -43,15 +43,18 @@ class Settings(BaseSettings):
     """Settings of one gateway process.
 
     Attributes:
-        host: a loopback address or `localhost`; others are refused.
+        host: the address to listen at; another than a loopback one needs an API key.
         port: 0 takes a free one.
         cache_dir: the cache folder; `REWARM_DIR` in the environment names it too.
         models: folders of models to offer; in the environment separated as in PATH.
+        discover: whose models are offered too: `huggingface`, `lm-studio`, `ollama`; in the environment with commas.
         bundled: whether the bundled model is offered.
+        api_keys: `KEY`, `KEY:share`, `KEY:admin` (see `keys`); one is needed where `host` is no loopback address.
         engine: what runs it: `mlx`, `llama`, or `auto`: llama.cpp where there is no Apple silicon.
         max_bytes, max_files: set in the cache folder at the start, when given.
         data_dir: where the chat page keeps its conversation.
         worker_command: what starts every worker instead of `python -m rewarm mlx-lm`; takes its flags.
+        idle_unload_s: a model that was not asked for so long is unloaded; None keeps it.
         start_timeout_s: how long a worker may take until it can answer.
         stop_timeout_s: how long a worker may take to write what it holds and end, before it is killed.
         max_body_bytes: the largest request body.
@@ -63,12 +66,17 @@ class Settings(BaseSettings):
     port: int = Field(DEFAULT_PORT, ge=0, le=65535)
     cache_dir: Path = Field(default_factory=default_root)
     models: Annotated[list[Path], NoDecode] = []
+    discover: Annotated[list[Literal["huggingface", "lm-studio", "ollama"]], NoDecode] = [
+        *("huggingface", "lm-studio", "ollama"),
+    ]
     bundled: bool = True
+    api_keys: Annotated[list[SecretStr], NoDecode] = Field([], validate_default=True)
     engine: Literal["auto", "mlx", "llama"] = "auto"
     max_bytes: int | None = Field(None, gt=0, lt=2**63)
     max_files: int | None = Field(None, gt=0, lt=2**63)
     data_dir: Path = Field(default_factory=lambda: platformdirs.user_data_path("rewarm"))
     worker_command: tuple[str, ...] | None = Field(None, min_length=1)
+    idle_unload_s: float | None = Field(None, gt=0, lt=2**31)
     start_timeout_s: float = Field(600.0, gt=0, le=86_400)
     stop_timeout_s: float = Field(15.0, gt=0, le=86_400)
     max_body_bytes: int = Field(32 * 2**20, gt=0, lt=2**40)
@@ -100,15 +108,25 @@ class Settings(BaseSettings):
         """Arguments, the environment, the file: the first one that names a setting gives it."""
         return init_settings, _Environment(settings_cls), _File(settings_cls)
 
-    @field_validator("host")
+    def keys(self) -> list[str]:
+        """The API keys, with what each may."""
+        return [key.get_secret_value() for key in self.api_keys]
+
+    @field_validator("api_keys", "discover", mode="before")
     @classmethod
-    def _only_loopback(cls, host: str) -> str:
-        if not is_loopback(host):
+    def _split_list(cls, value: Any) -> Any:
+        return [part.strip() for part in value.split(",") if part.strip()] if isinstance(value, str) else value
+
+    @field_validator("api_keys")
+    @classmethod
+    def _needed_elsewhere(cls, keys: list[SecretStr], info: ValidationInfo) -> list[SecretStr]:
+        host = info.data.get("host", "")
+        if not keys and host and not is_loopback(host):
             raise ValueError(
-                f"{host!r} is not an address of this machine alone. This version answers at loopback addresses "
-                "only, such as 127.0.0.1 or ::1, since it asks nobody for a key"
+                f"the host {host!r} is not an address of this machine alone, so an API key is needed there: set "
+                "REWARM_API_KEYS, or api_keys in the configuration file; or listen at 127.0.0.1"
             )
-        return host
+        return keys
 
     @field_validator("models", mode="before")
     @classmethod

@@ -19,12 +19,14 @@ class Event:
         data: the JSON object that it carries; None for a comment, for `[DONE]` and for what is no object.
         comment: the comment's text; "" for other events.
         is_done: whether it is `[DONE]`.
+        name: after `event:`; "" where it has none.
     """
 
     raw: bytes
     data: dict[str, Any] | None = None
     comment: str = ""
     is_done: bool = False
+    name: str = ""
 
 
 async def read_events(pieces: AsyncIterable[bytes]) -> AsyncIterator[Event]:
@@ -41,9 +43,10 @@ async def read_events(pieces: AsyncIterable[bytes]) -> AsyncIterator[Event]:
                 yield _event(block)
 
 
-def write_event(data: dict[str, Any]) -> bytes:
-    """The bytes of an event that carries `data`."""
-    return b"data: " + json.dumps(data, separators=(",", ":")).encode() + b"\n\n"
+def write_event(data: dict[str, Any], name: str = "") -> bytes:
+    """The bytes of an event that carries `data`, under `name` if it has one."""
+    head = b"event: %s\n" % name.encode() if name else b""
+    return head + b"data: " + json.dumps(data, separators=(",", ":")).encode() + b"\n\n"
 
 
 def _event(block: bytes) -> Event:
@@ -58,4 +61,5 @@ def _event(block: bytes) -> Event:
         data = json.loads(payload)
     except ValueError:
         return Event(raw)
-    return Event(raw, data if isinstance(data, dict) else None)
+    names = [line[6:].strip().decode(errors="replace") for line in block.split(b"\n") if line.startswith(b"event:")]
+    return Event(raw, data if isinstance(data, dict) else None, name=names[-1] if names else "")
