@@ -10,10 +10,12 @@ from typing import Any
 
 import mlx.core as mx
 import numpy as np
-from matrix import TOKENS, runner, shelves
+import pytest
+from matrix import TOKENS, Shelf, runner, shelves
 
 import rewarm
 from rewarm.adapters.mlx import codec
+from rewarm.adapters.mlx.codecs import tensors
 from rewarm.state.sequence import Rows, SequenceState
 from rewarm.testing.conformance import difference
 
@@ -72,12 +74,54 @@ def test_a_buffer_of_another_shape_is_not_used() -> None:
     assert buffers.into("layers.099.keys", (1, 2), "<f4").shape == (1, 2)
 
 
+def test_a_buffer_is_given_once() -> None:
+    """A restore that begins again gets another one: a read that was given up may still end in the first."""
+    it = runner("llama")
+    buffers = codec.Buffers(it.encode(it.cold(TOKENS, [(0, 40)])[0], 40).layout(), 40)
+    one, two = (buffers.into("layers.000.keys", (1, 2, 40, 16), "<f4") for _ in range(2))
+    assert (one.shape, two.shape) == ((1, 2, 256, 16), (1, 2, 40, 16))
+    assert not np.shares_memory(one, two)
+
+
+def test_a_state_larger_than_the_free_memory_is_refused_before_it_is_allocated(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    it = runner("llama")
+    with shelves(tmp_path / "kv") as cache:
+        space = cache.namespace(rewarm.Identity({"test": "no room"}))
+        space.save(TOKENS[:40], it.encode(it.cold(TOKENS, [(0, 40)])[0], 40))
+        assert cache.flush(60)
+        match = space.find(TOKENS[:41])
+        assert match.layout is not None
+        for free, n, reason in ((match.nbytes - 1, 0, "busy"), (match.nbytes, 40, "hit")):
+            monkeypatch.setattr(tensors, "free_memory", lambda free=free: free)
+            before = mx.get_active_memory()
+            buffers = codec.Buffers(match.layout, match.n_tokens)
+            assert (mx.get_active_memory() > before) is (n > 0)
+            state = space.restore(match, into=buffers.into)
+            assert (state.n_tokens, state.reason) == (n, reason)
+
+
+def test_where_mlx_gives_copies_the_state_is_copied(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tensors, "writable", lambda array: None)
+    for name in ("gemma3_text", "qwen3_next", "quantised"):
+        it = runner(name, "bfloat16")
+        live, _ = it.cold(TOKENS, [(0, 20), (20, 21)])
+        with shelves(tmp_path / name) as cache:
+            shelf = Shelf(cache, name, it)
+            shelf.save(TOKENS[:21], live)
+            for straight in (True, False):
+                _, made = shelf.restore(TOKENS[:22], straight=straight)
+                assert difference(it.encode(made, 21), it.encode(live, 21)) == ""
+
+
 MEMORY = """
 import resource, sys
 import mlx.core as mx
 from mlx_lm.models.cache import KVCache
 import rewarm
 from rewarm.adapters.mlx import codec
+from rewarm.adapters.mlx.codecs import tensors
 
 root, what = sys.argv[1:]
 LAYERS, N = 8, 8192

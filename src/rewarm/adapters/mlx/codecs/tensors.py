@@ -13,6 +13,7 @@ import mlx.core as mx
 import numpy as np
 import numpy.typing as npt
 
+from rewarm.cache.memory import free_memory
 from rewarm.errors import EngineError
 from rewarm.state.layout import Kind, Layout
 from rewarm.state.sequence import Array, MetaValue, Opaque, Rows, SequenceState, Tensor, Window
@@ -76,6 +77,9 @@ class Buffers:
     Make it on the thread that generates, hand `into` to `restore` on any thread, and give it to `decode`
     on the first thread again. Memory for rows and windows is there from the start, as much as the match
     needs; opaque tensors, whose shapes no layout knows, are read into numpy's memory and let go one by one.
+    So is everything where MLX gives no views, and what a restore asks for again after a damaged record: a read
+    that was given up may still end in the first buffer. Where there is not enough free memory none is taken,
+    and the restore ends as `busy`.
 
     Args:
         layout: of the match.
@@ -85,20 +89,33 @@ class Buffers:
     def __init__(self, layout: Layout, n_tokens: int) -> None:
         self._arrays: dict[str, mx.array] = {}
         self._views: dict[str, Array] = {}
+        self._to_give: set[str] = set()
+        free = free_memory()
+        self._has_room = free is None or layout.state_nbytes(n_tokens) <= free
+        if not self._has_room:
+            return
         for spec in layout.tensors:
             if spec.kind is Kind.OPAQUE:
                 continue
             n_rows = padded(n_tokens) if spec.kind is Kind.ROWS else spec.window_rows(n_tokens)
             self._arrays[spec.name] = mx.zeros(spec.shape_with(n_rows), _mlx_type(spec.storage))
         mx.eval(list(self._arrays.values()))
-        for name, array in self._arrays.items():
-            self._views[name] = writable(array)
+        views = {name: writable(array) for name, array in self._arrays.items()}
+        self._views = {name: found for name, found in views.items() if found is not None}
+        self._to_give = set(self._views)
 
     def into(self, name: str, shape: tuple[int, ...], dtype: npt.DTypeLike) -> Array:
-        """The buffer for a tensor (any thread); its token axis may be longer than `shape` asks."""
-        found = self._views.get(name)
+        """The buffer for a tensor (any thread), once; its token axis may be longer than `shape` asks.
+
+        Raises:
+            MemoryError: there was not enough memory when the buffers were to be made.
+        """
+        if not self._has_room:
+            raise MemoryError("not enough free memory for the state")
+        found = self._views[name] if name in self._to_give else None
         if found is None or found.dtype != dtype or any(a < b for a, b in zip(found.shape, shape, strict=True)):
             return np.empty(shape, dtype)
+        self._to_give.discard(name)
         return found
 
     def take(self, name: str, tensor: Tensor) -> mx.array | None:
@@ -220,15 +237,11 @@ def view(array: mx.array) -> tuple[Array, str | None]:
     return np.array(array, copy=False), None
 
 
-def writable(array: mx.array) -> Array:
-    """A numpy view through which an evaluated array's memory can be filled.
-
-    Raises:
-        UnsupportedCache: this build of MLX gives copies.
-    """
+def writable(array: mx.array) -> Array | None:
+    """A numpy view through which an evaluated array's memory can be filled; None where MLX gives copies."""
     found = np.array(array, copy=False)
     if found.size and (found.flags.owndata or not found.flags.writeable or not found.flags.c_contiguous):
-        raise UnsupportedCache("this build of MLX gives no view into its arrays")
+        return None
     return found
 
 
@@ -252,15 +265,19 @@ def padded(n_tokens: int) -> int:
 
 def _copied(bits: Array, axis: int, n_rows: int | None) -> mx.array:
     """`bits` in an array of its own, with `n_rows` rows."""
-    shape = bits.shape if n_rows is None else (*bits.shape[:axis], n_rows, *bits.shape[axis + 1 :])
+    shape = bits.shape
+    if n_rows is not None:
+        bits = _along(bits, axis, 0, min(n_rows, shape[axis]))
+        shape = (*shape[:axis], n_rows, *shape[axis + 1 :])
+    part = tuple(slice(0, n) for n in bits.shape)
     made = mx.zeros(shape, _mlx_type(bits.dtype))
     mx.eval(made)
     target = writable(made)
-    if n_rows is None:
-        target[...] = bits
-    else:
-        n_used = min(n_rows, bits.shape[axis])
-        _along(target, axis, 0, n_used)[...] = _along(bits, axis, 0, n_used)
+    if target is None:
+        whole = np.zeros(shape, bits.dtype)
+        whole[part] = bits
+        return mx.array(whole)
+    target[part] = bits
     return made
 
 
