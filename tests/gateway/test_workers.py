@@ -27,13 +27,32 @@ def test_the_first_request_loads_the_model_and_the_next_uses_it(running: Running
     running.chat("x")
     pid = running.state()["pid"]
     running.chat("y")
-    assert running.state() == {
+    told = running.state()
+    assert told["memory_bytes"] > 1_000_000
+    assert told["options"] == {
+        "context_length": None,
+        "kv_type": None,
+        "adapter": None,
+        "adapter_scale": 1.0,
+        "draft_model": None,
+        "flags": [],
+        "caching": True,
+    }
+    assert {name: told[name] for name in told if name not in ("memory_bytes", "options")} == {
         "name": "alpha",
         "bundled": False,
+        "source": "given",
+        "format": "safetensors",
+        "engine": "mlx-lm",
+        "path": str(running.settings.models[0]),
+        "nbytes": 0,
+        "why_not": "",
         "state": "ready",
         "message": "",
         "progress": None,
         "pid": pid,
+        "n_asked": 0,
+        "reload_needed": False,
         "log": [],
     }
 

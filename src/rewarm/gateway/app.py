@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 
@@ -16,10 +17,12 @@ from rewarm.gateway.disk_cache import DiskCache
 from rewarm.gateway.guard import Guard
 from rewarm.gateway.keys import Keys
 from rewarm.gateway.login import login_routes
+from rewarm.gateway.metrics import Metrics, metrics_routes
 from rewarm.gateway.models import Model, find_models
 from rewarm.gateway.problems import Problem
 from rewarm.gateway.routes_api import api_routes
 from rewarm.gateway.routes_cache import cache_routes
+from rewarm.gateway.routes_models import model_routes
 from rewarm.gateway.routes_openai import openai_routes
 from rewarm.gateway.settings import Settings, is_loopback
 from rewarm.gateway.titles import Titles
@@ -39,6 +42,7 @@ class Gateway:
         self.workers = Workers(find_models(settings) if models is None else models, settings)
         self.disk_cache = DiskCache(settings)
         self.workers.on_reply(self.disk_cache.replies.note)
+        self.metrics = Metrics(self.workers, self.disk_cache)
         self.cache_admin = CacheAdmin(self.disk_cache, self.workers, Titles(settings.data_dir / "chats"))
         self.keys = Keys(settings.keys())
         self._closers: list[Callable[[], Awaitable[None]]] = []
@@ -61,9 +65,11 @@ def create_app(gateway: Gateway) -> FastAPI:
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
+        watching = asyncio.create_task(gateway.workers.unload_idle())
         try:
             yield
         finally:
+            watching.cancel()
             await gateway.close()
 
     app = FastAPI(
@@ -84,7 +90,9 @@ def create_app(gateway: Gateway) -> FastAPI:
     app.include_router(openai_routes(gateway.workers))
     app.include_router(login_routes(gateway.keys))
     app.include_router(cache_routes(gateway.cache_admin))
-    app.include_router(api_routes(gateway.workers))
+    app.include_router(model_routes(gateway.workers, gateway.disk_cache, gateway.settings))
+    app.include_router(metrics_routes(gateway.metrics))
+    app.include_router(api_routes())
 
     @app.exception_handler(Problem)
     async def tell_problem(_: Request, problem: Problem) -> JSONResponse:

@@ -71,6 +71,7 @@ class Answer:
         self._sent_at = sent.at
         self._is_usage_asked = sent.is_usage_asked
         self.path = sent.path
+        self._is_closed = False
 
     async def whole(self) -> dict[str, Any]:
         """The body of an answer that is not streamed, under the model's public name.
@@ -84,7 +85,7 @@ class Answer:
         except (httpx.HTTPError, ValueError) as error:
             raise await self._lost(error) from error
         finally:
-            await self._response.aclose()
+            await self.aclose()
         if not isinstance(body, dict):
             raise worker_lost(f"The worker of {self._name} sent an answer that is no object.")
         return self._public(body)
@@ -116,7 +117,7 @@ class Answer:
         except httpx.HTTPError as error:
             problem = await self._lost(error)
         finally:
-            await self._response.aclose()
+            await self.aclose()
         log.warning("%s", problem.message)
         body, name = problem.body_at(self.path), "" if self.path in _OPENAI else "error"
         yield Event(write_event(body, name), body, name=name)
@@ -155,7 +156,10 @@ class Answer:
         return {**told, "X-Rewarm-Reason": reason} if _WORD.fullmatch(reason) else told
 
     async def aclose(self) -> None:
-        """Close the connection to the worker."""
+        """Close the connection to the worker; the request is over."""
+        if not self._is_closed:
+            self._is_closed = True
+            self._worker.end()
         await self._response.aclose()
 
     def _note_first_token(self, event: Event) -> None:
@@ -195,12 +199,21 @@ async def ask(
         raw = json.dumps(body).encode()
     except RecursionError:
         raise Problem(400, "The request's body is nested too deeply.", "invalid_json") from None
+    worker.begin()
+    try:
+        return await _sent(worker, path, raw, headers or {}, is_usage_asked=is_usage_asked)
+    except BaseException:
+        worker.end()
+        raise
+
+
+async def _sent(worker: Worker, path: str, raw: bytes, headers: Mapping[str, str], *, is_usage_asked: bool) -> Answer:
     # A process that ended before the request reached it is started again; one that ends under it is not.
     for may_start_again in (True, False):
         running = await _started(worker)
         sent = Sent(path, time.monotonic(), is_usage_asked)
         try:
-            request = running.client.build_request("POST", path, content=raw, headers={**_JSON, **(headers or {})})
+            request = running.client.build_request("POST", path, content=raw, headers={**_JSON, **headers})
             response = await running.client.send(request, stream=True)
         except (httpx.HTTPError, RuntimeError) as error:
             took_s = time.monotonic() - sent.at

@@ -255,6 +255,8 @@ class Relocation:
             await worker.stop()
         if state not in (State.LOADING, State.READY):
             return ""  # none runs, or none has been given a folder yet
+        if worker.loaded_with is not None and not worker.loaded_with.caching:
+            return ""  # it runs without one
         try:
             # One that is being loaded is waited for: whoever asked it something is to get an answer.
             running = await worker.running()

@@ -16,7 +16,7 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
@@ -25,6 +25,8 @@ import httpx
 
 from rewarm.errors import EngineError
 from rewarm.gateway.child_process import Child
+from rewarm.gateway.discovery import nbytes_of
+from rewarm.gateway.model_options import Options, worker_flags
 from rewarm.gateway.models import Model
 
 T = TypeVar("T")
@@ -60,12 +62,16 @@ class Launch:
         cache_dir: the cache folder of workers that are started from now on; None: they run without.
         start_timeout_s: from the start of the process to the first healthy answer.
         stop_timeout_s: from SIGTERM to SIGKILL.
+        options: how the model of a name is run, asked when it is started.
+        make_room: awaited before a model is loaded, so that others may go.
     """
 
     command: Sequence[str] | None
     cache_dir: Path | None
     start_timeout_s: float
     stop_timeout_s: float
+    options: Callable[[str], Options]
+    make_room: Callable[[Worker], Awaitable[None]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,12 +131,20 @@ class Worker:
         model: what it loads.
         launch: how.
         listeners: told of each reply: the model's name, the object `rewarm`, seconds to the first token.
+
+    Attributes:
+        path: the model's folder or file, once it was prepared.
+        loaded_with: the options that the present process was started with; None when none runs.
+        used_at: when a request last came or ended, by `time.monotonic`.
     """
 
     def __init__(self, model: Model, launch: Launch, listeners: Sequence[ReplyListener] = ()) -> None:
         self.model = model
         self._listeners = listeners
         self.path: Path | None = None
+        self.loaded_with: Options | None = None
+        self.used_at = time.monotonic()
+        self._n_asked = 0
         self._launch = launch
         self._status = Status(State.STOPPED)
         self._log: deque[str] = deque(maxlen=_LOG_LINES)
@@ -152,6 +166,31 @@ class Worker:
     def pid(self) -> int | None:
         """The process, while there is one."""
         return self._running.process.pid if self._running else None
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether it is loaded and answers nobody."""
+        return self._status.state is State.READY and self._n_asked == 0
+
+    @property
+    def n_asked(self) -> int:
+        """Requests that are being answered, or wait for it to be loaded."""
+        return self._n_asked
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the model's weights; 0 where that is not known."""
+        return self.model.nbytes or (nbytes_of(self.path) if self.path is not None else 0)
+
+    def begin(self) -> None:
+        """A request has come: until its `end` the model is not unloaded for others' sake."""
+        self._n_asked += 1
+        self.used_at = time.monotonic()
+
+    def end(self) -> None:
+        """A request has ended."""
+        self._n_asked -= 1
+        self.used_at = time.monotonic()
 
     async def running(self) -> Running:
         """The running process, which is started if there is none.
@@ -210,6 +249,8 @@ class Worker:
             await self._give_up()
             self._set(State.PREPARING, "preparing the model", None)
             self.path = await self._prepared()
+            self._set(State.LOADING, "making room in memory")
+            await self._launch.make_room(self)
             self._set(State.LOADING, "loading the model")
             self._log.clear()
             self._running = running = await self._spawn(self.path)
@@ -223,6 +264,7 @@ class Worker:
         except asyncio.CancelledError:
             await asyncio.shield(self._give_up())
             raise
+        self.used_at = time.monotonic()
         self._set(State.READY)
         return running
 
@@ -259,12 +301,14 @@ class Worker:
 
     async def _spawn(self, path: Path) -> Running:
         secret, port = secrets.token_urlsafe(32), _free_port()
-        folder = self._launch.cache_dir
+        self.loaded_with = options = self._launch.options(self.model.name)
+        folder = self._launch.cache_dir if options.caching else None
         command = self._launch.command or (sys.executable, "-m", "rewarm", *self.model.worker)
         process = await Child.start(
             (
                 *(*command, "--model", str(path), "--host", HOST, "--port", str(port)),
                 *(("--rewarm-dir", str(folder)) if folder is not None else ("--rewarm-off",)),
+                *worker_flags(options, self.model),
             ),
             {**os.environ, SECRET_VARIABLE: secret},
             lambda line: self._keep(line, secret),
