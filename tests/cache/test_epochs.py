@@ -15,6 +15,7 @@ from rewarm.cache.epochs import PROBE_LABEL, PROBE_TOKENS
 from rewarm.cache.identity import Identity
 from rewarm.cache.policy import Policy
 from rewarm.cache.prefix_cache import PrefixCache, open_cache
+from rewarm.state.reason import Reason
 from rewarm.state.sequence import Rows, SequenceState
 from rewarm.store.settings import Limits
 from rewarm.testing.driver import on_disk
@@ -134,6 +135,17 @@ def test_b020_a_version_that_computes_something_else_begins_anew(cache: PrefixCa
     third = Version("2.1", other.engine)
     assert finds(cache, third) == len(CHAT)
     assert finds(cache, Version("1.0")) == len(CHAT)
+
+
+def test_a_namespace_with_nothing_but_its_probe_says_what_changed(cache: PrefixCache) -> None:
+    serve(cache, Version("1.0"))
+    other = Version("2.0", FakeEngine(seed=5, layers=LAYERS["rows"]))
+    space = cache.namespace(cache.adopt_epoch(other.identity(), other.probe))
+    assert cache.flush(20)
+    match = space.find([*CHAT, 1])
+    assert (match.n_tokens, match.reason, match.detail) == (0, Reason.IDENTITY_CHANGED, {"fields": "engine_epoch"})
+    serve(cache, other)
+    assert space.find([1, 2, 3]).reason is Reason.DIVERGED  # it has something of its own now
 
 
 @pytest.mark.parametrize(("shift", "same"), [(0.0, True), (0.009, True), (0.02, False)])

@@ -140,16 +140,18 @@ class Namespace:
                     nbytes = layout.state_nbytes(found.n)
                     root = self._chain(fingerprint, layout, tokens).root
                     best = Match(found.n, found.reason, found.detail, nbytes, tokens, layout, found, root)
-        if best is not None and best.reason is Reason.NOTHING_STORED:
-            return replace(best, detail={**best.detail, **self._unwritten(fingerprint, tokens, best.n_tokens)})
         if best is None:
-            changed = explain_change(self.identity, self._store.descriptions()) if len(tokens) else None
-            if changed:
-                return Match(0, Reason.IDENTITY_CHANGED, {"fields": changed}, tokens=tokens)
-            if not len(tokens):
-                return Match(0, Reason.HIT, tokens=tokens)
-            return Match(0, Reason.NOTHING_STORED, self._unwritten(fingerprint, tokens, 0), tokens=tokens)
-        return best
+            best = Match(0, Reason.NOTHING_STORED if len(tokens) else Reason.HIT, tokens=tokens)
+        return self._explained(fingerprint, best) if best.reason is Reason.NOTHING_STORED else best
+
+    def _explained(self, fingerprint: bytes, match: Match) -> Match:
+        """Where nothing more is stored: a save of it that was not written, or another model of the same name."""
+        unwritten = self._unwritten(fingerprint, match.tokens, match.n_tokens)
+        if unwritten or match.n_tokens or self._tenant:
+            return replace(match, detail={**match.detail, **unwritten})
+        # Nothing at all begins with this prompt's first token, and the reason says so: the namespace is empty.
+        changed = explain_change(self.identity, self._store.descriptions())
+        return Match(0, Reason.IDENTITY_CHANGED, {"fields": changed}, tokens=match.tokens) if changed else match
 
     def _unwritten(self, fingerprint: bytes, tokens: Tokens, n: int) -> dict[str, Any]:
         """Why a save that would have brought the match beyond `n` was not written, if there was one of late."""
@@ -226,7 +228,7 @@ class Namespace:
             return _nothing(match.reason)
         if match.root != self._chain(fingerprint, layout, match.tokens).root:
             raise ValueError("the match is another namespace's")
-        free = free_memory()
+        free = free_memory() if into is None else None  # who gives buffers has seen to it
         if free is not None and match.nbytes > free:
             return _nothing(Reason.BUSY)
         reader = RecordReader(self._pool, self._store, fingerprint, end)
