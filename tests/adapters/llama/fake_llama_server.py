@@ -43,6 +43,7 @@ class Slot:
         self.lock = threading.Lock()
         self.tokens: list[int] = []
         self.rows = np.zeros((0, WIDTH), "<f4")
+        self.salt = 0
 
     def cut(self, n: int) -> None:
         self.tokens, self.rows = self.tokens[:n], self.rows[:n]
@@ -50,7 +51,7 @@ class Slot:
     def evaluate(self, tokens: list[int]) -> None:
         rows = [self.rows[-1] if len(self.rows) else np.zeros(WIDTH, "<f4")]
         for token in tokens:
-            rows.append(next_row(rows[-1], token))
+            rows.append(next_row(rows[-1], token + self.salt))
         self.rows = np.concatenate([self.rows, np.stack(rows[1:])]) if tokens else self.rows
         self.tokens = self.tokens + tokens
 
@@ -89,6 +90,9 @@ class Server(ThreadingHTTPServer):
         self.key = os.environ.get("LLAMA_API_KEY", "")
         self.behaviour = json.loads(os.environ.get("FAKE_BEHAVIOUR", "{}"))
         self.log: list[Any] = []
+        if self.behaviour.get("computes_otherwise"):
+            for slot in self.slots:
+                slot.salt = 1000
 
 
 class Handler(BaseHTTPRequestHandler):
@@ -123,12 +127,7 @@ class Handler(BaseHTTPRequestHandler):
             return
         body = json.loads(raw or b"{}")
         route = self.path.partition("?")[0]
-        if route == "/fake/purge":
-            for slot in self.server.slots:
-                slot.cut(0)
-        if route not in ("/tokenize", "/apply-template", "/fake/purge"):
-            told = {k: v for k, v in body.items() if k != "messages"} if isinstance(body, dict) else body
-            self.server.log.append([self.path, told])
+        self._note(route, body)
         if route == "/tokenize":
             self._json(200, {"tokens": tokenise(body["content"], special=body.get("add_special", False))})
         elif route == "/apply-template":
@@ -141,6 +140,17 @@ class Handler(BaseHTTPRequestHandler):
             self._json(501, {"error": {"message": "no embeddings", "type": "not_supported_error", "code": 501}})
         else:
             self._json(200, {"echo": body})
+
+    def _note(self, route: str, body: Any) -> None:
+        """Keep a request in the log; or do what a test wants of the fake itself."""
+        if route == "/fake/purge":
+            for slot in self.server.slots:
+                slot.cut(0)
+        elif route == "/fake/begin":
+            self.server.log.clear()
+        elif route not in ("/tokenize", "/apply-template"):
+            told = {k: v for k, v in body.items() if k != "messages"} if isinstance(body, dict) else body
+            self.server.log.append([self.path, told])
 
     def _is_allowed(self) -> bool:
         if not self.server.key or self.headers.get("Authorization") == f"Bearer {self.server.key}":

@@ -107,6 +107,7 @@ class FakeWorker(Client):
         access: who may ask.
         memory: the raw folder's memory file system.
         flags: more names in the fake's help.
+        version: that the fake tells.
     """
 
     def __init__(
@@ -117,7 +118,9 @@ class FakeWorker(Client):
         access: Access | None = None,
         memory: Path | None = None,
         flags: str = "",
+        version: str = "version: 1 (fake)",
     ) -> None:
+        self._version = version
         self._flags = flags
         self.model = folder / "model.gguf"
         if not self.model.exists():
@@ -136,7 +139,7 @@ class FakeWorker(Client):
         self.raw = RawFolder(*where)
         os.environ["FAKE_BEHAVIOUR"] = self._behaviour
         program = Program(
-            (sys.executable, str(FAKE)), "version: 1 (fake)", frozenset(f"{FLAGS} {self._flags}".split()), False
+            (sys.executable, str(FAKE)), self._version, frozenset(f"{FLAGS} {self._flags}".split()), False
         )
         given = flags.parse(self._arguments)
         self.runner = Runner(program, given, self.cache, (Reason.HIT, ""), self.raw)
@@ -146,6 +149,8 @@ class FakeWorker(Client):
         self._thread = threading.Thread(target=self._server.serve_forever, args=(0.02,), daemon=True)
         self._thread.start()
         self.runner.ensure()
+        # What was looked at at the start is of no interest.
+        self.runner.engine.ask("POST", "/fake/begin", {})
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -64,8 +64,16 @@ def read(path: Path) -> Facts:
     )
 
 
-_TEMPLATES = {"gemma": "gemma", "gemma2": "gemma", "gemma3": "gemma", "phi3": "phi3", "command-r": "command-r"}
-"""llama-server's names of its own templates, by a model's family where the family has one."""
+_GEMMA = (
+    "{{ bos_token }}{% set first = '' %}{% set rest = messages %}"
+    "{% if messages[0]['role'] == 'system' %}"
+    "{% set first = messages[0]['content'] + '\n\n' %}{% set rest = messages[1:] %}{% endif %}"
+    "{% for m in rest %}<start_of_turn>{{ 'model' if m['role'] == 'assistant' else 'user' }}\n"
+    "{{ first if loop.first else '' }}{{ m['content'] | trim }}<end_of_turn>\n{% endfor %}"
+    "{% if add_generation_prompt %}<start_of_turn>model\n{% endif %}"
+)
+_TEMPLATES = {"gemma": _GEMMA, "gemma2": _GEMMA, "gemma3": _GEMMA}
+"""Templates (Jinja) of families whose files are about without one. llama-server would take ChatML for them."""
 
 
 def template_flags(path: Path) -> list[str]:
@@ -75,8 +83,8 @@ def template_flags(path: Path) -> list[str]:
         OSError, ValueError: as `read`.
     """
     facts = read(path)
-    name = "" if facts.has_template else _TEMPLATES.get(facts.architecture, "")
-    return ["--chat-template", name] if name else []
+    template = "" if facts.has_template else _TEMPLATES.get(facts.architecture, "")
+    return ["--chat-template", template] if template else []
 
 
 def _value(stream: BinaryIO, kind: int, depth: int) -> Any:

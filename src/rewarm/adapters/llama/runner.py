@@ -30,11 +30,13 @@ from rewarm.adapters.llama.slot_parts import SlotFile
 from rewarm.adapters.llama.slot_saver import Stored
 from rewarm.adapters.llama.slots import SlotPool
 from rewarm.adapters.llama.turns import Turn
+from rewarm.cache.epochs import PROBE_TOKENS
 from rewarm.cache.identity import Identity
 from rewarm.cache.model_files import NoIdentity
 from rewarm.cache.prefix_cache import PrefixCache
 from rewarm.errors import EngineError
 from rewarm.state.reason import Reason
+from rewarm.state.sequence import SequenceState
 from rewarm.store.forgotten import Forgotten
 
 log = logging.getLogger(__name__)
@@ -173,7 +175,7 @@ class Runner:
                 before, why_not = self._look()
                 self.engine.start()
                 self._opened = self._open(before, why_not)
-                tier = self._tier_of(self._opened)
+                tier = self._tier_of(self._opened, is_new=True)
             except (EngineError, EngineGone, Refused) as error:
                 self.failure, self._retry_at = str(error), time.monotonic() + _RETRY_S
                 raise EngineError(self.failure) from error
@@ -269,7 +271,7 @@ class Runner:
                 # Until now others may have used the slots, or other rules held.
                 for slot in self._opened.pool.all():
                     slot.tenant = slot.tenant if tier is not None and tier.is_cached and cache is not None else None
-                self._tier = self._tier_of(self._opened)
+                self._tier = self._tier_of(self._opened, is_new=False)
                 self._work(self._tier)
         return 0 if before is None else before.close(timeout=_SWITCH_S).unwritten
 
@@ -350,14 +352,38 @@ class Runner:
         identity.wait(_IDENTITY_WAIT_S)
         return Opened(pool, (Reason.HIT, ""), files, before, identity, probed.cut_anywhere, n_ctx)
 
-    def _tier_of(self, opened: Opened) -> Tier:
-        """The engine with the cache that is in use."""
+    def _tier_of(self, opened: Opened, *, is_new: bool) -> Tier:
+        """The engine with the cache that is in use; one that is new may be asked to evaluate something first."""
         if opened.files is None or opened.before is None or opened.identity is None:
             return Tier(self.engine, opened.pool, None, opened.why_not)
         if self._cache is None:
             return Tier(self.engine, opened.pool, None, self._why_not)
-        stored = Stored(self._cache, opened.identity, opened.before, opened.files, opened.cut_anywhere, opened.n_ctx)
+        files = opened.files
+
+        def probe() -> list[SequenceState]:
+            if not is_new:
+                raise EngineError("slots are in use; what another version of llama.cpp has stored is not looked for")
+            return self._probe_states(files)
+
+        identity = self._cache.adopt_epoch(opened.identity, probe)
+        stored = Stored(self._cache, identity, opened.before, files, opened.cut_anywhere, opened.n_ctx)
         return Tier(self.engine, opened.pool, stored)
+
+    def _probe_states(self, files: SlotFiles) -> list[SequenceState]:
+        """What tells this build from others: the state of some tokens, evaluated at once and in two pieces."""
+        found = []
+        try:
+            for cut in (0, len(PROBE_TOKENS) // 3):
+                for n in (cut, len(PROBE_TOKENS)):
+                    wanted = {"prompt": list(PROBE_TOKENS[:n]), "n_predict": 1, "id_slot": 0}
+                    if n:
+                        self.engine.ask("POST", "/completion", {**wanted, "cache_prompt": n > cut > 0})
+                found.append(files.look(files.save(0, len(PROBE_TOKENS)))[1].state)
+        except UnknownLayout as error:
+            raise EngineError(f"slot files of this model are kept whole: {error}") from None
+        finally:
+            files.erase(0)
+        return found
 
     def _build(self, props: dict[str, Any]) -> str:
         return self._program.version or f"llama-server {props.get('build_info', '')}"
