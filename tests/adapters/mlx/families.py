@@ -281,6 +281,60 @@ _ALL: dict[str, dict[str, Any]] = {
         "hybrid_override_pattern": ["M", "*", "-"],
         "head_dim": 16,
     },
+    "qwen3_moe": {
+        "head_dim": 16,
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [],
+        "moe_intermediate_size": 32,
+        "tie_word_embeddings": True,
+        "norm_topk_prob": True,
+    },
+    "qwen3_5": {
+        "text_config": {
+            **_BASE,
+            "model_type": "qwen3_5_text",
+            "num_hidden_layers": 4,
+            "linear_num_value_heads": 4,
+            "linear_num_key_heads": 2,
+            "linear_key_head_dim": 8,
+            "linear_value_head_dim": 8,
+            "head_dim": 16,
+            "rope_parameters": {"type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5},
+        }
+    },
+    "gemma3": {
+        "text_config": {
+            **_BASE,
+            "model_type": "gemma3_text",
+            "head_dim": 16,
+            "sliding_window": WINDOW,
+            "sliding_window_pattern": 2,
+        }
+    },
+    "gemma3n": {
+        "text_config": {
+            **_BASE,
+            "model_type": "gemma3n_text",
+            "num_hidden_layers": 4,
+            "head_dim": 16,
+            "num_kv_shared_layers": 2,
+            "vocab_size_per_layer_input": VOCAB,
+            "sliding_window": WINDOW,
+            "rope_local_base_freq": 10000.0,
+            "final_logit_softcapping": 30.0,
+            "layer_types": ["sliding_attention", "full_attention"] * 2,
+            "activation_sparsity_pattern": [0.0] * 4,
+            "hidden_size_per_layer_input": 8,
+            "altup_num_inputs": 2,
+            "altup_coef_clip": 120.0,
+            "altup_correct_scale": True,
+            "altup_active_idx": 0,
+            "laurel_rank": 8,
+        }
+    },
+    "olmo3": {"sliding_window": WINDOW, "layer_types": ["sliding_attention", "full_attention"]},
     "minimax_m3_vl": {
         "text_config": {
             **_BASE,
