@@ -92,10 +92,12 @@ def test_rules_are_changed_and_survive_a_restart(filled: Any, open_page: Open) -
     expect(type_in(page, "Minimum length", "64")).to_have_text("Saved.")
     expect(type_in(page, "Write at most, a day", "5 GiB")).to_have_text("Saved.")
     expect(type_in(page, "Forget after, in days", "30")).to_have_text("Saved.")
+    expect(type_in(page, "Unload when idle, after minutes", "20")).to_have_text("Saved.")
     page.get_by_label("When to save").select_option("When the model is idle")
     page.get_by_label("When to restore").select_option("Always")
     page.get_by_role("switch", name="Save at second sight").check()
-    expect(page.locator(".rc-said:visible", has_text="Saved.")).to_have_count(6)
+    expect(page.locator(".rc-said:visible", has_text="Saved.")).to_have_count(7)
+    assert told(filled, "loading")["idle_unload_s"] == 1200
     policy = told(filled)["policy"]
     assert policy == {
         **policy,
@@ -112,6 +114,7 @@ def test_rules_are_changed_and_survive_a_restart(filled: Any, open_page: Open) -
     expect(page.get_by_label("Write at most, a day")).to_have_value("5 GiB")
     expect(page.get_by_label("Forget after, in days")).to_have_value("30")
     expect(page.get_by_label("When to save")).to_have_value("idle")
+    expect(page.get_by_label("Unload when idle, after minutes")).to_have_value("20")
     expect(page.get_by_role("switch", name="Save at second sight")).to_be_checked()
     expect(type_in(page, "Forget after, in days", "")).to_have_text("Saved.")
     assert told(filled)["policy"]["keep_days"] is None

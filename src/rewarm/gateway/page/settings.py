@@ -63,6 +63,7 @@ class SettingsPage:
             self._build_limits()
             self._build_saving()
             self._build_forgetting()
+            self._build_models()
             self._clear = ClearCard(self._admin)
         ui.timer(REFRESH_S, self._refresh)
 
@@ -129,7 +130,21 @@ class SettingsPage:
                 "never",
             )
 
+    def _build_models(self) -> None:
+        with element("section", "rw-card", aria_label="Models in memory"):
+            text("Models in memory", tag="h2")
+            self._idle = TextSetting(
+                "Unload when idle, after minutes",
+                "Frees the memory of a model that nobody asks; what it holds is kept first. Empty: never.",
+                self._unload_idle,
+                "never",
+            )
+
     # What the user does; on a thread.
+
+    def _unload_idle(self, given: str) -> str:
+        self._admin.unload_idle_after(_minutes(given) * 60 if given else None)
+        return "Saved."
 
     def _limit(self, name: str, value: int) -> str:
         removal = self._admin.disk_cache.change({name: value}, {})
@@ -194,6 +209,8 @@ class SettingsPage:
         budget, keep_days = policy["write_bytes_per_day"], policy["keep_days"]
         self._budget.show("" if budget is None else words.size(budget))
         self._keep_days.show("" if keep_days is None else f"{keep_days:g}")
+        idle_s = self._admin.workers.idle_unload_s
+        self._idle.show("" if idle_s is None else f"{idle_s / 60:g}")
 
 
 def _size(given: str) -> int:
@@ -211,10 +228,18 @@ def _count(given: str) -> int:
 
 
 def _days(given: str) -> float:
+    return _number(given, "days")
+
+
+def _minutes(given: str) -> float:
+    return _number(given, "minutes")
+
+
+def _number(given: str, what: str) -> float:
     try:
-        days = float(given.replace(",", "."))
+        value = float(given.replace(",", "."))
     except ValueError:
-        raise Problem(400, f"{given!r} is no number of days.") from None
-    if not 0 < days < 100_000:
-        raise Problem(400, f"Days must be more than 0 and less than 100,000, not {given}.")
-    return days
+        raise Problem(400, f"{given!r} is no number of {what}.") from None
+    if not 0 < value < 100_000:
+        raise Problem(400, f"{what.capitalize()} must be more than 0 and less than 100,000, not {given}.")
+    return value
