@@ -427,3 +427,78 @@ def test_b161_b162_a_client_that_leaves_at_any_moment_leaves_a_slot_that_is_righ
             time.sleep(wait_s)
             connection.close()
             assert reply(worker.chat("Tell me of rivers. SLOW", system=SYSTEM, max_tokens=6)) == want
+
+
+# What went wrong for others.
+
+
+def test_b067_more_conversations_than_slots_are_all_warm_from_the_second_round_on(tmp_path: Path) -> None:
+    with FakeWorker(tmp_path, "--parallel", "2") as worker:
+        talks = [
+            [f"I am agent {i}, and I ask about {what}. " * 4] for i, what in enumerate(("rivers", "hills", "seas"))
+        ]
+        for turn in range(3):
+            for talk in talks:
+                answer = worker.chat(*talk)
+                assert (cached(answer) >= 100) is (turn > 0), (turn, answer["rewarm"])
+                talk += [reply(answer), f"And then? {turn}"]
+                worker.settle()
+
+
+def test_b093_b094_an_empty_slot_is_neither_saved_nor_restored(tmp_path: Path) -> None:
+    with FakeWorker(tmp_path, "--parallel", "1") as worker:
+        ask(worker, FIRST, headers={"X-Rewarm-Cache": "off"})
+        worker.settle()
+        assert worker.runner.flush(5)
+        assert set(worker.actions()) <= {"/v1/chat/completions", "erase"}
+        files = worker.runner.ensure()._stored.files
+        worker.runner.engine.ask("POST", "/slots/0?action=save", {"filename": "empty"})
+        path = worker.raw.path / "empty"
+        assert files.read(RawFile("empty", 0, path.stat().st_size, 0.0)) is None
+        (worker.raw.path / "none").write_bytes(b"")
+        assert files.read(RawFile("none", 0, 0, 0.0)) is None
+        assert reply(worker.chat(FIRST, system=SYSTEM))
+
+
+@pytest.mark.parametrize("name", ["кэш", "雪 и снег", "☃ .", "a" * 200], ids=["cyrillic", "cjk", "odd", "long"])
+def test_b101_folders_of_any_name_work_for_slot_files(tmp_path: Path, name: str) -> None:
+    folder = tmp_path / name
+    folder.mkdir()
+    for warm in (False, True):
+        with FakeWorker(folder, memory=folder / "none") as worker:
+            assert worker.raw.path.is_relative_to(folder)
+            assert (cached(worker.chat(FIRST, system=SYSTEM)) > 0) is warm
+
+
+def test_b151_a_slot_file_that_is_longer_than_the_server_says_is_read(tmp_path: Path) -> None:
+    """Some builds leave the restore points out of the size that they tell."""
+    with FakeWorker(tmp_path) as worker:
+        worker.runner.engine.ask("POST", "/completion", {"prompt": "Hello, hello.", "id_slot": 0})
+        answer = worker.runner.engine.ask("POST", "/slots/0?action=save", {"filename": "a"})
+        found = worker.runner.ensure()._stored.files.read(RawFile("a", int(answer["n_saved"]), 100, 0.0))
+        assert found is not None and found.state.n_tokens == answer["n_saved"]
+
+
+def test_b027_a_build_without_restore_points_in_slot_files_is_recognised(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import fake_slots
+
+    from rewarm.adapters.llama import codec, slot_file
+    from rewarm.adapters.llama.slot_files import SlotFiles
+
+    asked: list[int] = []
+    with FakeWorker(tmp_path) as worker:
+        for points, is_fine in (((), False), ((3, 9), True)):
+            shape = fake_slots.Shape(swa=2, points=points)
+
+            def saved(files: SlotFiles, tokens: list[int], shape: fake_slots.Shape = shape) -> Any:
+                asked.append(len(tokens))
+                found = slot_file.parse(fake_slots.data(shape, range(100, 120)))
+                files.has_checkpoints = bool(found.checkpoints)
+                return found, codec.to_state(found, shape.n_swa)
+
+            monkeypatch.setattr(worker.runner, "_saved", saved)
+            probed = worker.runner._probe(SlotFiles(worker.runner.engine, worker.raw, shape.n_swa))
+            assert ("sliding window" in probed.why_not) is not is_fine
+    assert asked == [2, 160] * 2, "small states come without restore points, whatever the build"

@@ -66,7 +66,7 @@ def cases(said: list[int]) -> dict[str, list[int]]:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_wherever_a_prompt_leaves_what_is_stored(family: str, tmp_path: Path) -> None:
+def test_b006_b007_b027_wherever_a_prompt_leaves_what_is_stored(family: str, tmp_path: Path) -> None:
     pytest.importorskip("gguf")
     from tiny_ggufs import MODELS
 
@@ -141,7 +141,7 @@ HARMLESS = {"nothing", "another context size", "another batch"}
 
 
 @pytest.mark.parametrize("change", CHANGES)
-def test_what_is_another_model_is_a_miss_and_what_is_not_is_none(
+def test_b015_b017_b018_what_is_another_model_is_a_miss_and_what_is_not_is_none(
     stored: tuple[Path, Path], change: str, tmp_path: Path
 ) -> None:
     import tiny_ggufs

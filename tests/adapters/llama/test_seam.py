@@ -117,7 +117,7 @@ def test_an_engine_that_dies_in_a_reply_is_an_error_and_then_a_fresh_one(tmp_pat
 
 
 @pytest.mark.parametrize("moment", ["restore", "prefill", "save", "erase"])
-def test_an_engine_that_dies_at_any_moment_leaves_the_store_whole(tmp_path: Path, moment: str) -> None:
+def test_b091_an_engine_that_dies_at_any_moment_leaves_the_store_whole(tmp_path: Path, moment: str) -> None:
     trap = tmp_path / "trap"
     with FakeWorker(tmp_path) as worker:
         first = worker.chat(FIRST, system=SYSTEM)
@@ -186,7 +186,9 @@ def test_a_model_that_changes_under_the_engine_is_not_saved(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("taint", [{"lora": [{"id": 0, "scale": 0.5}]}, {"n_cache_reuse": 64}], ids=["lora", "reuse"])
-def test_a_tainted_slot_is_never_saved_and_erased_before_other_use(tmp_path: Path, taint: dict[str, object]) -> None:
+def test_b023_a_tainted_slot_is_never_saved_and_erased_before_other_use(
+    tmp_path: Path, taint: dict[str, object]
+) -> None:
     with FakeWorker(tmp_path, "--parallel", "1") as worker:
         answer = worker.chat(FIRST, system=SYSTEM, **taint)
         assert (cached(answer), answer["rewarm"]["reason"]) == (0, "disabled")

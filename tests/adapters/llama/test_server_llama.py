@@ -59,7 +59,7 @@ def test_a_body_without_a_length_is_refused(tmp_path: Path) -> None:
         assert worker.request("POST", "/completion", b"", **{"Content-Length": "many"})[0] == 400
 
 
-def test_slot_actions_of_clients_are_refused(tmp_path: Path) -> None:
+def test_b069_slot_actions_of_clients_are_refused(tmp_path: Path) -> None:
     with FakeWorker(tmp_path) as worker:
         for action in ("save", "restore", "erase"):
             status, _, raw = worker.request("POST", f"/slots/0?action={action}", {"filename": "x"})
