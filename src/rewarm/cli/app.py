@@ -15,6 +15,7 @@ from rewarm.cli.forget import forget
 from rewarm.cli.llama_server import llama_server
 from rewarm.cli.ls import ls
 from rewarm.cli.mlx_lm import SETTINGS, mlx_lm
+from rewarm.cli.models import models
 from rewarm.cli.pin import pin, unpin
 from rewarm.cli.serve import serve
 from rewarm.cli.show import show
@@ -32,6 +33,7 @@ app = typer.Typer(
 app.command("serve")(serve)
 app.command("mlx-lm", context_settings=SETTINGS)(mlx_lm)
 app.command("llama-server", context_settings=SETTINGS)(llama_server)
+app.command("models")(models)
 app.command("ls")(ls)
 app.command("show")(show)
 app.command("stats")(stats)

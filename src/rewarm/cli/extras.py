@@ -185,3 +185,37 @@ def check_setting(name: str, value: Any) -> None:
     with needs("gateway"):
         from rewarm.gateway.settings import Settings
     Settings(**{name: value})
+
+
+def found_models() -> list[dict[str, Any]] | None:
+    """The models that the gateway would offer, as plain values; None where the gateway is not installed.
+
+    Raises:
+        ConfigurationError, GatewayError: a setting makes no sense.
+    """
+    if not has_gateway():
+        return None
+    from rewarm.gateway.models import find_models
+    from rewarm.gateway.settings import Settings
+
+    return [
+        {
+            "name": model.name,
+            "source": model.source,
+            "engine": model.engine,
+            "format": model.format,
+            "path": None if model.path is None else str(model.path),
+            "nbytes": model.nbytes,
+            "why_not": model.why_not,
+            "file_name": model.name if model.path is None else model.path.name,
+        }
+        for model in find_models(Settings())
+    ]
+
+
+def has_gateway() -> bool:
+    """Whether the packages are installed that its settings and models need."""
+    try:
+        return importlib.util.find_spec("pydantic_settings") is not None
+    except ModuleNotFoundError:
+        return False

@@ -1,4 +1,4 @@
-"""One engine process and a conversation with it over HTTP, for `rewarm demo`.
+"""One engine process and a conversation with it over HTTP, for `rewarm demo` and `rewarm warm`.
 
 Knows how a worker is started, asked and ended, and nothing of caches or models. The gateway has its own,
 which lives longer; this one needs nothing but the standard library.
@@ -8,18 +8,17 @@ from __future__ import annotations
 
 import contextlib
 import http.client
-import json
 import os
 import secrets
 import socket
 import subprocess
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
+from rewarm.cli.asking import NoReply, Progress, Reply, Server
 from rewarm.errors import EngineError
 
 Message = Mapping[str, str]
@@ -27,25 +26,7 @@ Message = Mapping[str, str]
 HOST = "127.0.0.1"
 START_TIMEOUT_S = 300.0
 STOP_TIMEOUT_S = 30.0
-REPLY_TIMEOUT_S = 600.0
 LOG_LINES = 12
-
-
-@dataclass(frozen=True, slots=True)
-class Reply:
-    """What one request gave.
-
-    Attributes:
-        text: the whole reply.
-        ttft_s: seconds from sending the request to the first piece of text.
-        prompt_tokens: tokens of the prompt.
-        cached_tokens: those of them that were not evaluated.
-    """
-
-    text: str
-    ttft_s: float
-    prompt_tokens: int
-    cached_tokens: int
 
 
 class Worker:
@@ -108,40 +89,32 @@ class Worker:
         Raises:
             EngineError: the worker refused, died, or sent no text or no usage.
         """
-        body = {
-            "messages": list(messages),
-            "max_tokens": max_tokens,
-            "temperature": 0.0,
-            "stream": True,
-            "stream_options": {"include_usage": True},
-        }
-        try:
-            with self._request("POST", "/v1/chat/completions", body, REPLY_TIMEOUT_S) as (response, sent_at):
-                if response.status != 200:
-                    raise self._failure(f"answered {response.status}: {_error_in(response.read())}")
-                return self._read(response, sent_at)
-        except (OSError, http.client.HTTPException, ValueError) as error:
-            self._let_it_end()
-            raise self._failure(f"broke off the reply ({type(error).__name__}: {error})") from error
+        body = {"messages": list(messages), "max_tokens": max_tokens, "temperature": 0.0}
+        reply = self.ask("/v1/chat/completions", body)
+        if not reply.text:
+            raise self._failure("sent no text")
+        return reply
 
-    def _read(self, response: http.client.HTTPResponse, sent_at: float) -> Reply:
-        pieces: list[str] = []
-        ttft_s, usage = 0.0, None
-        for event in _events(response):
-            if "error" in event:
-                raise self._failure(f"reported an error: {_message_of(event)}")
-            usage = event.get("usage") or usage
-            for choice in event.get("choices") or ():
-                piece = (choice.get("delta") or {}).get("content") or ""
-                if not piece:
-                    continue
-                if not pieces:
-                    ttft_s = time.perf_counter() - sent_at
-                pieces.append(piece)
-        if not pieces or not usage:
-            raise self._failure(f"sent no {'usage' if pieces else 'text'}")
-        details = usage.get("prompt_tokens_details") or {}
-        return Reply("".join(pieces), ttft_s, int(usage["prompt_tokens"]), int(details.get("cached_tokens") or 0))
+    def ask(
+        self,
+        path: str,
+        body: Mapping[str, Any],
+        headers: Mapping[str, str] | None = None,
+        progress: Progress | None = None,
+    ) -> Reply:
+        """As `Server.ask`.
+
+        Raises:
+            EngineError: the worker refused, died, or sent no usage; has its last words.
+        """
+        try:
+            return self._server().ask(path, body, headers, progress)
+        except NoReply as error:
+            self._let_it_end()
+            raise self._failure(str(error)) from error
+
+    def _server(self) -> Server:
+        return Server(HOST, self._port, self._secret)
 
     def _wait_until_ready(self) -> None:
         deadline = time.monotonic() + START_TIMEOUT_S
@@ -155,25 +128,9 @@ class Worker:
 
     def _is_ready(self) -> bool:
         try:
-            with self._request("GET", "/health", None, timeout_s=5.0) as (response, _):
-                return response.status == 200
+            return self._server().get("/health", 5.0)[0] == 200
         except (OSError, http.client.HTTPException):
             return False  # not listening yet
-
-    @contextlib.contextmanager
-    def _request(
-        self, method: str, path: str, body: Mapping[str, Any] | None, timeout_s: float
-    ) -> Iterator[tuple[http.client.HTTPResponse, float]]:
-        """The response, and when the request began to be sent."""
-        connection = http.client.HTTPConnection(HOST, self._port, timeout=timeout_s)
-        headers = {"Authorization": f"Bearer {self._secret}", "Content-Type": "application/json"}
-        sent_at = time.perf_counter()
-        try:
-            connection.request(method, path, None if body is None else json.dumps(body), headers)
-            with connection.getresponse() as response:
-                yield response, sent_at
-        finally:
-            connection.close()
 
     def _let_it_end(self) -> None:
         """A connection breaks a moment before its process is gone: wait that moment, to know its exit status."""
@@ -187,38 +144,6 @@ class Worker:
         lines = self._log.read_text(errors="replace").splitlines()[-LOG_LINES:]
         told = "\n  ".join(["Its last words:", *lines]) if lines else "It printed nothing."
         return EngineError(f"The worker {what}.{ended} {told}")
-
-
-def _events(response: http.client.HTTPResponse) -> Iterator[dict[str, Any]]:
-    """The JSON objects of a server-sent stream, up to its `[DONE]`.
-
-    Raises:
-        http.client.HTTPException: the stream ended without it.
-        ValueError: an event is no JSON object.
-    """
-    for line in response:
-        if not line.startswith(b"data:"):
-            continue
-        data = line.removeprefix(b"data:").strip()
-        if data == b"[DONE]":
-            return
-        event = json.loads(data)
-        if not isinstance(event, dict):
-            raise ValueError(f"an event is no object: {data[:80]!r}")
-        yield event
-    raise http.client.HTTPException("the stream ended early")
-
-
-def _error_in(body: bytes) -> str:
-    try:
-        return _message_of(json.loads(body))
-    except ValueError:
-        return body[:200].decode(errors="replace")
-
-
-def _message_of(answer: Any) -> str:
-    error = answer.get("error") if isinstance(answer, dict) else None
-    return str(error.get("message") if isinstance(error, dict) else error or answer)
 
 
 def _free_port() -> int:
