@@ -10,7 +10,7 @@ import pytest
 from rewarm.cache.prefix_cache import open_cache
 from rewarm.state.reason import Dropped, Reason
 from rewarm.store.settings import Limits
-from rewarm.testing.driver import ROOMY, Driver, holes, on_disk
+from rewarm.testing.driver import ROOMY, Driver, header_of, holes, on_disk
 from rewarm.testing.fake_engine import FakeEngine, Layer, pair, recurrent, window
 
 LAYERS: dict[str, tuple[Layer, ...]] = {
@@ -283,6 +283,33 @@ def test_b076_namespaces_of_models_that_are_gone_count_and_go(tmp_path: Path) ->
         driver.flush()
     assert on_disk(driver.root).n_files == 9
     assert all(driver.restore([*chat(10 + i), 1], owner=(7, b"")).n_tokens == 9 for i in range(3))
+    driver.close()
+
+
+@pytest.mark.parametrize("how", ["repair", "reopen"])
+def test_what_hangs_from_nothing_goes_first_after_a_rebuild(tmp_path: Path, how: str) -> None:
+    """Nobody can find it before the hole is closed; `repair` leaves it, and it makes room before anything else."""
+    driver = driver_of(tmp_path, max_files=9)
+    for i in range(3):
+        driver.save(chat(i))
+    driver.flush()
+    for path in on_disk(driver.root).records:
+        if header_of(path).token_ids[0] == chat(1)[0]:
+            path.unlink()
+    if how == "repair":
+        driver.cache.repair()
+    else:
+        driver.close()
+        for leftover in driver.root.glob("index.db*"):
+            leftover.unlink()
+        driver.open()
+    assert on_disk(driver.root).n_files == 8
+    driver.save(chat(7))
+    driver.flush()
+    assert on_disk(driver.root).n_files == 9
+    assert holes(driver.root) == []
+    assert [driver.find([*chat(i), 1]).n_tokens for i in (0, 1, 2, 7)] == [9, 0, 9, 9]
+    driver.assert_in_order()
     driver.close()
 
 

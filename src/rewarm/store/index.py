@@ -222,6 +222,16 @@ class Index(Connection):
         )
         self.execute(sql, (key,))
 
+    def expose_orphans(self, block_tokens: int) -> None:
+        """Make records whose chain has a hole the first to be evicted: nobody can find them before it is closed."""
+        sql = (
+            "WITH RECURSIVE lost (key) AS (SELECT key FROM records WHERE n >= ?1 + 1 - is_point"
+            " AND NOT EXISTS (SELECT 1 FROM records AS above WHERE above.key = records.parent)"
+            " UNION SELECT records.key FROM records JOIN lost ON records.parent = lost.key)"
+            " UPDATE records SET used = 0 WHERE key IN lost"
+        )
+        self.execute(sql, (block_tokens,))
+
     def below(self, key: Key) -> list[Row]:
         """The live records that descend from `key`, deepest first."""
         sql = (

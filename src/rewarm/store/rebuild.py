@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 
 from rewarm.errors import DamagedRecord, NewerFormat
@@ -18,6 +18,7 @@ from rewarm.store.files import RecordName
 from rewarm.store.index import NewRow
 from rewarm.store.recovery import Recovery, enter
 from rewarm.store.removal import Remover
+from rewarm.store.settings import Settings
 
 BATCH = 200
 
@@ -25,7 +26,7 @@ BATCH = 200
 def rebuild(
     recovery: Recovery,
     remover: Remover,
-    pins: Sequence[str],
+    settings: Settings,
     writing: AbstractContextManager[object],
     stop: Callable[[], bool],
 ) -> int:
@@ -34,7 +35,7 @@ def rebuild(
     Args:
         recovery: enters records and entries.
         remover: quarantines.
-        pins: ids of pinned entries, hex.
+        settings: of the root: block size, pins.
         writing: held for a batch at a time.
         stop: asked between batches; a rebuild that stopped is done again by the next open.
     """
@@ -51,7 +52,7 @@ def rebuild(
     with writing, index.transaction():
         for header in sorted(points, key=lambda each: each.n):
             recovery.restore_entry(header)
-        for pin in pins:
+        for pin in settings.pins:
             with contextlib.suppress(ValueError):  # no id: nothing that could be pinned
                 recovery.entries.pin(bytes.fromhex(pin), pinned=True)
         for file_name, nbytes in files.quarantined():
@@ -60,6 +61,8 @@ def rebuild(
     for name, why in bad:
         with writing:
             remover.quarantine(name, why)
+    with writing, index.transaction():
+        index.expose_orphans(settings.block_tokens)
     return n
 
 

@@ -164,7 +164,7 @@ class Root:
             n = rebuild(
                 self.recovery,
                 self.remover,
-                settings.pins,
+                settings,
                 self.writing,
                 lambda: self.is_closed or self.n_attached != attached,
             )

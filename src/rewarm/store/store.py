@@ -510,9 +510,7 @@ class Store:
             with self._root.index.transaction():
                 self._root.recovery.finish_left()
                 self._root.index.empty()
-            n = rebuild(
-                self._root.recovery, self._root.remover, self.settings().pins, self._root.writing, lambda: False
-            )
+            n = rebuild(self._root.recovery, self._root.remover, self.settings(), self._root.writing, lambda: False)
             self._bad.clear()
             self._root.remover.shrink(self._limits)
             return n
