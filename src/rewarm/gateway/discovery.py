@@ -89,7 +89,7 @@ def hugging_face(folder: Path) -> Iterator[Found]:
     """The models of a hub cache: `models--ORG--NAME/snapshots/COMMIT`."""
     for repository in _folders(folder):
         kind, *parts = repository.name.split("--")
-        if kind != "models" or not all(parts) or not parts:
+        if kind != "models" or not parts or any(part in ("", ".", "..") for part in parts):
             continue
         snapshot = _snapshot(repository)
         if snapshot is not None:
