@@ -10,6 +10,7 @@ import rewarm
 from rewarm.cli.clear import clear
 from rewarm.cli.config import config
 from rewarm.cli.demo import demo
+from rewarm.cli.doctor import doctor
 from rewarm.cli.explain import explain
 from rewarm.cli.forget import forget
 from rewarm.cli.llama_server import llama_server
@@ -21,6 +22,7 @@ from rewarm.cli.serve import serve
 from rewarm.cli.show import show
 from rewarm.cli.stats import stats
 from rewarm.cli.verify import repair, verify
+from rewarm.cli.warm import warm
 
 app = typer.Typer(
     name="rewarm",
@@ -38,6 +40,7 @@ app.command("ls")(ls)
 app.command("show")(show)
 app.command("stats")(stats)
 app.command("explain")(explain)
+app.command("warm")(warm)
 app.command("pin")(pin)
 app.command("unpin")(unpin)
 app.command("forget")(forget)
@@ -45,6 +48,7 @@ app.command("clear")(clear)
 app.command("verify")(verify)
 app.command("repair")(repair)
 app.add_typer(config, name="config")
+app.command("doctor")(doctor)
 app.command("demo")(demo)
 
 

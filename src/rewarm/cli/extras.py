@@ -219,3 +219,42 @@ def has_gateway() -> bool:
         return importlib.util.find_spec("pydantic_settings") is not None
     except ModuleNotFoundError:
         return False
+
+
+def gateway_address() -> tuple[str, int, str | None] | None:
+    """Host, port and key of the gateway, as it is configured; None where it is not installed.
+
+    Raises:
+        ConfigurationError, GatewayError: a setting makes no sense.
+    """
+    if not has_gateway():
+        return None
+    from rewarm.gateway.settings import Settings
+
+    settings = Settings()
+    keys = settings.keys()
+    return settings.host.strip("[]"), settings.port, keys[0].partition(":")[0] if keys else None
+
+
+def worker_command(model: str, progress: Callable[[float, str], None]) -> list[str]:
+    """The arguments of `rewarm` that run a worker for a model: one that is found under that name, or a path.
+
+    Raises:
+        EngineError: there is no such model, or it cannot be loaded.
+    """
+    path = Path(model)
+    if path.exists():
+        return [*_LLAMA, str(path)] if path.suffix.lower() == ".gguf" else [*_MLX, str(path)]
+    if not has_gateway():
+        raise EngineError(f"There is no model at {model}. To name one that is found: pip install 'rewarm[gateway]'.")
+    from rewarm.gateway.models import find_models
+    from rewarm.gateway.settings import Settings
+
+    found = {each.name: each for each in find_models(Settings())}
+    if model not in found:
+        raise EngineError(f"No model is called {model!r}, and there is none at that path; `rewarm models` lists them.")
+    command, *flags = found[model].worker
+    return [command, "--model", str(found[model].prepare(progress)), *flags]
+
+
+_MLX, _LLAMA = ("mlx-lm", "--model"), ("llama-server", "--ctx-size", "8192", "--parallel", "1", "--model")
