@@ -44,9 +44,11 @@ HARMLESS = frozenset(
         *("/tokenize", "/detokenize", "/apply-template", "/props", "/tools", "/v1/messages/count_tokens"),
         *("/chat/completions/input_tokens", "/v1/chat/completions/input_tokens", "/responses/input_tokens"),
         *("/v1/responses/input_tokens", "/v1/chat/completions/control", "/v1/streams/lookup"),
+        *("/embedding", "/embeddings", "/v1/embeddings"),
+        *("/rerank", "/reranking", "/v1/rerank", "/v1/reranking"),
     }
 )
-"""Requests with a body that use no slot."""
+"""Requests with a body that use no slot. A server that embeds or ranks is served uncached; others refuse to."""
 
 _FLUSH_S = 30.0
 
