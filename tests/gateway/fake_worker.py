@@ -44,7 +44,8 @@ class Handler(BaseHTTPRequestHandler):
             return
         asked = json.loads(body)
         with (self.home / "asked.jsonl").open("a") as file:
-            file.write(json.dumps({"path": self.path, "model_folder": str(self.model), **asked}) + "\n")
+            told = {name: value for name, value in self.headers.items() if name.lower().startswith("x-rewarm-")}
+            file.write(json.dumps({"path": self.path, "model_folder": str(self.model), "told": told, **asked}) + "\n")
         try:
             self._answer(asked)
         except ConnectionError:

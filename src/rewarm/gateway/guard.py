@@ -22,7 +22,7 @@ from rewarm.gateway.login import LOGIN_PAGE
 from rewarm.gateway.problems import Problem, no_key
 from rewarm.gateway.settings import is_loopback
 
-_HOST = re.compile(r"(\[[0-9a-fA-F:.]+\]|[^:\[\]/@]+)(?::(\d{1,5}))?")
+_HOST = re.compile(r"(\[[0-9a-fA-F:.]+\]|[A-Za-z0-9._-]+)(?::(\d{1,5}))?")
 
 _POLICY = "; ".join(
     (
