@@ -251,6 +251,19 @@ def test_a_worker_that_was_killed_between_requests_is_not_noticed(running: Runni
     assert running.state()["pid"] != pid
 
 
+def test_a_worker_that_is_killed_as_the_request_comes_is_not_noticed(running: Running) -> None:
+    for _ in range(6):
+        running.chat("x")
+        os.kill(running.state()["pid"], signal.SIGKILL)
+        answer = running.chat("one two")
+        assert answer.status_code == 200, answer.text
+
+
+def test_a_request_that_ends_its_worker_is_not_asked_twice(running: Running) -> None:
+    assert running.chat("DIE").status_code == 502
+    assert len(running.asked()) == 1
+
+
 def test_a_client_that_leaves_a_stream_ends_the_request(running: Running) -> None:
     body = {"model": "alpha", "messages": [{"role": "user", "content": "SLOW"}], "stream": True}
     with running.client.stream("POST", "/v1/chat/completions", json=body) as answer:
