@@ -527,6 +527,10 @@ def test_nan_and_infinity_are_seen_in_every_float_type() -> None:
     for dtype, right, wrong in (
         ("float8_e4m3fn", (0x7E, 0xFE, 0x80), (0x7F, 0xFF)),
         ("float8_e5m2", (0x7B, 0xFB), (0x7C, 0xFC, 0xFF)),
+        ("fp8_e4m3", (0x7E, 0xFE), (0x7F, 0xFF)),
+        ("fp8_e5m2", (0x7B, 0xFB), (0x7C, 0xFC, 0xFF)),
+        ("float8_e4m3", (0x7E, 0xFE), (0x7F, 0xFF)),
+        ("of_an_unknown_name", (0x00, 0x7C, 0x7F, 0xFF), ()),
     ):
         spec = dataclasses.replace(OPAQUE, storage="|u1", dtype=dtype)
         assert finite(Part(spec, np.array(right, dtype="|u1")))

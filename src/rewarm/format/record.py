@@ -438,6 +438,10 @@ _FIRST_NOT_FINITE = {
     # Without infinity, and NaN in the last place only.
     "float8_e4m3fn": ("|u1", "|i1", 0x7F),
     "float8_e5m2": ("|u1", "|i1", 0x7C),
+    # Names that some engines give the same two types.
+    "float8_e4m3": ("|u1", "|i1", 0x7F),
+    "fp8_e4m3": ("|u1", "|i1", 0x7F),
+    "fp8_e5m2": ("|u1", "|i1", 0x7C),
 }
 """By element type: how its bits are seen without and with a sign, and the least of them that is infinity or NaN."""
 
