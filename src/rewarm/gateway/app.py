@@ -93,6 +93,12 @@ def create_app(gateway: Gateway) -> FastAPI:
     app.include_router(model_routes(gateway.workers, gateway.disk_cache, gateway.settings))
     app.include_router(metrics_routes(gateway.metrics))
     app.include_router(api_routes())
+    _tell_problems(app)
+    return app
+
+
+def _tell_problems(app: FastAPI) -> None:
+    """Have every error told in the API's shape."""
 
     @app.exception_handler(Problem)
     async def tell_problem(_: Request, problem: Problem) -> JSONResponse:
@@ -111,5 +117,3 @@ def create_app(gateway: Gateway) -> FastAPI:
     async def tell_fault(_: Request, error: Exception) -> JSONResponse:
         # The trace goes to the log by itself; its words might quote what was sent, so the client gets the kind only.
         return Problem(500, f"The gateway failed at this request: {type(error).__name__}.").response()
-
-    return app
