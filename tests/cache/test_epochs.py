@@ -250,6 +250,22 @@ def test_probes_are_counted_by_the_limits_and_listed_nowhere(cache: PrefixCache)
     assert cache.clear().n_files == n_files
 
 
+def test_each_load_keeps_the_probe_recent(cache: PrefixCache) -> None:
+    """Else it would go long before the update comes for which it is kept."""
+    version = Version("1.0")
+    cache.adopt_epoch(version.identity(), version.probe)
+    assert cache.flush(20)
+    space = cache.namespace(version.identity())
+    for first in (1000, 2000):
+        tokens = range(first, first + 9)
+        assert space.save(tokens, version.engine.state(tokens)).wait(20)
+    cache.adopt_epoch(version.identity(), version.probe)
+    assert cache.flush(20)
+    assert version.n_probed == 1
+    cache.set_limits(Limits(max_files=1))
+    assert len(probes(cache)) == len(on_disk(cache.root).records) == 1
+
+
 def test_nan_in_a_probe_is_never_equal(cache: PrefixCache) -> None:
     class Broken(Version):
         def probe(self) -> Sequence[SequenceState]:

@@ -115,9 +115,9 @@ class Epochs:
         self._store.describe(fingerprint, said.encode())
 
     def _keep(self, identity: Identity, probe: _Lazy) -> None:
-        """Store the running engine's probe, unless it is there."""
+        """Store the running engine's probe, or have it count as used where it is there: each load keeps it recent."""
         space = self._namespace(identity, PROBE_TENANT)
-        if space.peek_tokens(PROBE_TOKENS) == len(PROBE_TOKENS):
+        if space.refresh(PROBE_TOKENS):
             return
         first, *others = probe.states()
         spreads = {f"{_SPREAD}{name}": spread for name, spread in _spreads([first, *others]).items()}

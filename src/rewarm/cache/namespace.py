@@ -218,9 +218,14 @@ class Namespace:
         whole = match.n_tokens == len(own)
         return self._restore(match, None, time.monotonic() + RESTORE_DEADLINE_S) if whole else _nothing(match.reason)
 
-    def peek_tokens(self, tokens: Iterable[int] | Tokens) -> int:
-        """After how many of `tokens` a state is stored: counted as neither a hit nor a miss."""
-        return self.look(as_tokens(tokens)).n_tokens
+    def refresh(self, tokens: Iterable[int] | Tokens) -> bool:
+        """Whether a state is stored after all of `tokens`; if so it counts as used now, but as no hit."""
+        own = as_tokens(tokens)
+        match = self.look(own)
+        if match.n_tokens < len(own):
+            return False
+        self._writer.note(match.plan.path)
+        return True
 
     def _restore(self, match: Match, into: Into | None, end: float) -> SequenceState:
         fingerprint, layout = self.identity.fingerprint_bytes, match.layout
