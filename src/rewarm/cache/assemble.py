@@ -109,10 +109,13 @@ class Assembly:
                 meta = dict(header.meta)
                 for spec in self._layout.tensors:
                     if spec.kind is Kind.OPAQUE:
-                        self._arrays[spec.name] = self._own(spec, arrays[spec.name])
+                        # Taken out, so that a copy needs room for one tensor, not for all of them.
+                        self._arrays[spec.name] = self._own(spec, arrays.pop(spec.name))
                 if self._layout.windows:
                     self._take_windows(header, arrays, self.steps[n_blocks + 1 :], read)
-        return SequenceState(self._plan.n, self._tensors(), meta, self._layout.valid_from)
+        state = SequenceState(self._plan.n, self._tensors(), meta, self._layout.valid_from)
+        self._arrays = {}  # the steps hold this object in a circle: it must not keep what the caller lets go of
+        return state
 
     # Where tensors go: on the reading threads, before the bytes are read.
 
