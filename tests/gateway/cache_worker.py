@@ -1,6 +1,7 @@
 """A worker without a model, but with a real cache: a token is a word, the state is `FakeEngine`'s.
 
-Answers a stream with "You said: ...", restores and saves as a seam does, and takes `POST /rewarm/cache`, unless
+Answers a stream with "You said: ...", or with a call of the first tool, restores and saves as a seam does, and takes
+`POST /rewarm/cache`, unless
 its model's name has "stubborn" in it: then it knows no such request.
 """
 
@@ -23,11 +24,25 @@ from rewarm.testing import FakeEngine
 
 SECRET = os.environ.get("REWARM_WORKER_SECRET", "")
 ENGINE = FakeEngine()
+HEAD = {"id": "fake-1", "object": "chat.completion.chunk", "created": 1, "model": "fake"}
 
 
-def tokens_of(messages: list[dict[str, str]]) -> list[int]:
-    words = [word for message in messages for word in (f"<{message['role']}>", *message["content"].split())]
+def tokens_of(messages: list[dict[str, Any]]) -> list[int]:
+    words = [word for message in messages for word in (f"<{message['role']}>", *text_of(message).split())]
     return [int.from_bytes(blake3(word.encode()).digest(4), "little") for word in words]
+
+
+def text_of(message: dict[str, Any]) -> str:
+    calls = [f"call {call['function']['name']}" for call in message.get("tool_calls") or ()]
+    return " ".join([message.get("content") or "", *calls])
+
+
+def call_of(body: dict[str, Any]) -> dict[str, Any] | None:
+    """The call of the first tool that is offered, when a person spoke last."""
+    if not body.get("tools") or body["messages"][-1]["role"] != "user":
+        return None
+    function = {"name": body["tools"][0]["function"]["name"], "arguments": "{}"}
+    return {"index": 0, "id": "call-1", "type": "function", "function": function}
 
 
 class Worker(ThreadingHTTPServer):
@@ -87,20 +102,24 @@ class Handler(BaseHTTPRequestHandler):
             self.answer(404, {"error": {"message": "unknown"}})
 
     def stream(self, body: dict[str, Any]) -> None:
-        reply = f"You said: {body['messages'][-1]['content']}"
+        call = call_of(body)
+        reply = f"You said: {body['messages'][-1]['content']}" if call is None else f"call {call['function']['name']}"
         report = self.server.serve(body["messages"], reply, self.headers["X-Rewarm-Conversation"])
         self.send_response(200)
         self.send_header("Content-Type", "text/event-stream")
         self.end_headers()
         if not report["cached_tokens"]:
             time.sleep(0.05)
-        self.event({"choices": [{"index": 0, "delta": {"content": reply}}]})
-        self.event({"choices": [{"index": 0, "delta": {}, "finish_reason": "stop"}]})
-        self.event({"choices": [], "usage": {"prompt_tokens": report["prompt_tokens"]}, "rewarm": report})
+        said = {"content": reply} if call is None else {"tool_calls": [call]}
+        self.event({"choices": [{"index": 0, "delta": {"role": "assistant", **said}}]})
+        self.event({"choices": [{"index": 0, "delta": {}, "finish_reason": "tool_calls" if call else "stop"}]})
+        counted = {"prompt_tokens": report["prompt_tokens"], "completion_tokens": 1, "total_tokens": 1}
+        usage = {**counted, "prompt_tokens_details": {"cached_tokens": report["cached_tokens"]}}
+        self.event({"choices": [], "usage": usage, "rewarm": report})
         self.wfile.write(b"data: [DONE]\n\n")
 
     def event(self, data: dict[str, Any]) -> None:
-        self.wfile.write(f"data: {json.dumps({'object': 'chat.completion.chunk', **data})}\n\n".encode())
+        self.wfile.write(f"data: {json.dumps({**HEAD, **data})}\n\n".encode())
         self.wfile.flush()
 
     def answer(self, status: int, body: dict[str, Any]) -> None:
