@@ -25,6 +25,7 @@ class Report:
         reason: why not more; a `Reason`'s value.
         detail: the same as a sentence, or "".
         restore_s: seconds spent on finding and restoring.
+        saved_s: seconds of prefill that reuse has saved, less what it took, as estimated; 0 where it is not known.
     """
 
     cached_tokens: int = 0
@@ -34,6 +35,7 @@ class Report:
     reason: str = Reason.NOTHING_STORED.value
     detail: str = ""
     restore_s: float = 0.0
+    saved_s: float = 0.0
 
     def as_dict(self) -> dict[str, Any]:
         """For JSON."""

@@ -33,6 +33,9 @@ SHUTDOWN_S = 5.0
 """From the signal to the end: what is queued is written in this time."""
 
 
+_LONGEST_S = 86_400.0
+
+
 def cache_flags(prog: str) -> argparse.ArgumentParser:
     """A parser of the flags that say where the cache lives and how large it may grow; other flags pass it by."""
     parser = argparse.ArgumentParser(prog=prog, add_help=False, allow_abbrev=False, usage=argparse.SUPPRESS)
@@ -48,6 +51,13 @@ def cache_flags(prog: str) -> argparse.ArgumentParser:
     group.add_argument("--rewarm-max-files", type=_count, metavar="N", help="most files to keep")
     group.add_argument("--rewarm-min-free", type=_size, metavar="SIZE", help="bytes to leave free on the disk")
     group.add_argument("--rewarm-off", action="store_true", help="serve without the disk")
+    group.add_argument(
+        "--rewarm-stop-timeout",
+        type=_seconds,
+        default=SHUTDOWN_S,
+        metavar="SECONDS",
+        help=f"how long writing may take after SIGTERM (default: {SHUTDOWN_S:g})",
+    )
     return parser
 
 
@@ -130,6 +140,16 @@ def _count(text: str) -> int:
         return _bounded(int(text), text)
     except ValueError:
         raise argparse.ArgumentTypeError(f"{text!r} is no number of files from 0 to 2**63 - 1") from None
+
+
+def _seconds(text: str) -> float:
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = -1.0
+    if not 0 <= seconds <= _LONGEST_S:
+        raise argparse.ArgumentTypeError(f"{text!r} is no number of seconds from 0 to {_LONGEST_S:g}")
+    return seconds
 
 
 def _bounded(number: int, text: str) -> int:

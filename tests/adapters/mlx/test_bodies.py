@@ -7,6 +7,7 @@ import queue
 import threading
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -189,8 +190,13 @@ def failing_generator(monkeypatch: pytest.MonkeyPatch, failures: int) -> tuple[A
     monkeypatch.setattr(seam.engine.ResponseGenerator, "_next_request", lambda self, timeout=None: self.asked.pop())
     generator = seam.ResponseGenerator.__new__(seam.ResponseGenerator)
     generator._open = weakref.WeakSet()
+    generator._orders, generator._idle_since = queue.SimpleQueue(), None
     generator.prompt_cache = Silent()
     return generator, loops
+
+
+def arguments() -> Any:
+    return SimpleNamespace(model=SimpleNamespace(model="m", draft=None, adapter=None))
 
 
 class Silent:
@@ -204,7 +210,7 @@ class Silent:
 def test_what_ends_the_engines_loop_ends_its_requests_only(monkeypatch: pytest.MonkeyPatch) -> None:
     generator, loops = failing_generator(monkeypatch, failures=2)
     queues: list[queue.Queue[Any]] = [queue.Queue(), queue.Queue(), queue.Queue()]
-    generator.asked = [(each, i, None) for i, each in enumerate(queues)]
+    generator.asked = [(each, i, arguments()) for i, each in enumerate(queues)]
     generator._generate_on()
     assert len(loops) == 3
     assert [each.qsize() for each in queues] == [0, 1, 1]
@@ -213,7 +219,7 @@ def test_what_ends_the_engines_loop_ends_its_requests_only(monkeypatch: pytest.M
 
 def test_an_engine_that_fails_again_and_again_ends(monkeypatch: pytest.MonkeyPatch) -> None:
     generator, loops = failing_generator(monkeypatch, failures=100)
-    generator.asked = [(queue.Queue(), i, None) for i in range(100)]
+    generator.asked = [(queue.Queue(), i, arguments()) for i in range(100)]
     with pytest.raises(RuntimeError, match="broken by"):
         generator._generate_on()
     assert len(loops) == 4

@@ -15,6 +15,7 @@ import pytest
 from serving import Server, messages, reply
 
 import rewarm
+from rewarm.cache.epochs import PROBE_LABEL
 
 Serve = Callable[..., Server]
 
@@ -102,6 +103,11 @@ def test_what_is_forgotten_leaves_the_engines_memory_too(tiny_model: Path, serve
         assert (cached(again), again["rewarm"]["reason"]) == (0, "nothing_stored")
 
 
+def points(root: Path) -> list[Path]:
+    """The restore points of conversations: all but the probe of the engine's version."""
+    return [path for path in root.rglob("*.point") if PROBE_LABEL.encode() not in path.read_bytes()]
+
+
 def test_one_tail_a_turn(tiny_model: Path, serve: Serve, tmp_path: Path) -> None:
     with serve(tiny_model) as server:
         body = {"prompt": "Once upon a time there was a river.", "max_tokens": 4, "temperature": 0.0}
@@ -109,11 +115,11 @@ def test_one_tail_a_turn(tiny_model: Path, serve: Serve, tmp_path: Path) -> None
         assert (status, cached(json.loads(answer))) == (200, 0)
         server.terminate()
     # The engine hands over the prompt's end too, which is no place of its own: rows can be cut anywhere.
-    assert len(list((tmp_path / "kv").rglob("*.point"))) == 1
+    assert len(points(tmp_path / "kv")) == 1
     with serve(tiny_model) as server:
         server.chat("Hello.", system="Be brief.")
         server.terminate()
-    assert len(list((tmp_path / "kv").rglob("*.point"))) == 3
+    assert len(points(tmp_path / "kv")) == 3
 
 
 def test_kill_one_second_after_the_reply_loses_nothing(tiny_model: Path, serve: Serve) -> None:
@@ -260,14 +266,23 @@ def test_a_draft_model_is_served_uncached(tiny_model: Path, serve: Serve) -> Non
         assert "draft" in answer["rewarm"]["detail"]
 
 
-def test_a_quantised_cache_is_not_saved_and_not_an_error(tiny_model: Path, serve: Serve, tmp_path: Path) -> None:
-    flags = ("--kv-bits", "8", "--kv-group-size", "32", "--quantized-kv-start", "0")
+@pytest.mark.parametrize(("bits", "start"), [(8, 0), (4, 20)])
+def test_a_quantised_cache_comes_back(tiny_model: Path, serve: Serve, tmp_path: Path, bits: int, start: int) -> None:
+    flags = ("--kv-bits", str(bits), "--kv-group-size", "32", "--quantized-kv-start", str(start))
+    text = "Hello, hello, hello. How are you today, and where do you come from?"
+    with serve(tiny_model, "--rewarm-dir", str(tmp_path / "other"), *flags) as server:
+        turns = (text, reply(server.chat(text)), "And now?")
+        wanted = reply(server.chat(*turns, max_tokens=8))
     with serve(tiny_model, "--rewarm-dir", str(tmp_path / "kv"), *flags) as server:
-        answer = server.chat("Hello, hello, hello.")
-        assert answer["rewarm"]["disk_tokens"] == 0
+        assert reply(server.chat(text)) == turns[1]
         server.terminate()
-        assert "not saved: QuantizedKVCache" in server.text()
-        assert not list((tmp_path / "kv").rglob("*.point"))
+    with serve(tiny_model, "--rewarm-dir", str(tmp_path / "kv"), *flags) as server:
+        answer = server.chat(*turns, max_tokens=8)
+        assert answer["rewarm"]["disk_tokens"] > start
+        assert reply(answer) == wanted
+    with serve(tiny_model, "--rewarm-dir", str(tmp_path / "kv")) as server:
+        # Not quantised: another model, as far as its KV goes.
+        assert server.chat(*turns)["rewarm"]["reason"] == "identity_changed"
 
 
 def test_a_failure_of_the_engine_in_mid_reply_is_told(tiny_model: Path, serve: Serve) -> None:
@@ -356,7 +371,9 @@ def test_a_model_swapped_by_request_keeps_its_own_namespace(
             moved = server.chat(text)
             assert moved["rewarm"]["disk_tokens"] == moved["usage"]["prompt_tokens"] - 1
             server.chat(text, model="elsewhere")
-            status, _, _ = server.request("POST", "/v1/chat/completions", {"messages": messages("hi"), "model": "no/such"})
+            status, _, _ = server.request(
+                "POST", "/v1/chat/completions", {"messages": messages("hi"), "model": "no/such"}
+            )
             assert status == 404
             assert cached(server.chat(text)) > 0
     finally:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -17,12 +18,17 @@ from mlx_lm.models.cache import make_prompt_cache
 
 from rewarm.adapters.mlx import codec, epoch_probe, self_test
 from rewarm.adapters.reports import explain
+from rewarm.adapters.worth import Worth
 from rewarm.cache.identity import Identity
-from rewarm.cache.namespace import Match
+from rewarm.cache.namespace import Match, Namespace
+from rewarm.cache.policy import Policy
 from rewarm.cache.prefix_cache import PrefixCache
-from rewarm.state.reason import Boundary, Reason
+from rewarm.state.reason import Boundary, Dropped, Reason
 
 log = logging.getLogger(__name__)
+
+_MOST_TENANTS = 64
+"""Whose namespaces are held ready."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,56 +57,112 @@ class DiskTier:
         cache: the prefix cache.
         identity: of the model.
         model: makes the empty caches that a restored state is poured into.
+        quantised_from: tokens from which on the engine quantises KV; None where it does not.
+
+    Attributes:
+        worth: how long prefills and restores have taken.
 
     Raises:
         UnsupportedCache: the model uses a cache class without a codec, or fails the self-test.
     """
 
-    def __init__(self, cache: PrefixCache, identity: Identity, model: nn.Module) -> None:
+    def __init__(
+        self, cache: PrefixCache, identity: Identity, model: nn.Module, *, quantised_from: int | None = None
+    ) -> None:
         self_test.run(model)
         # On this thread, which generates; before it is known whether another version of the engine has stored the same.
-        self._space = cache.namespace(cache.adopt_epoch(identity, lambda: epoch_probe.states(model)))
+        self._identity = cache.adopt_epoch(identity, lambda: epoch_probe.states(model))
+        self._cache = cache
+        self._spaces: OrderedDict[bytes, Namespace] = OrderedDict()
+        self._quantised_from = quantised_from
         self._model = model
+        self.worth = Worth()
         self._told: set[str] = set()
+
+    @property
+    def policy(self) -> Policy:
+        """The rules in force."""
+        return self._cache.policy()
 
     def heed(self) -> None:
         """Hear what was forgotten since: before the engine's memory is asked."""
-        self._space.heed()
+        self._space(b"").heed()
 
-    def restore(self, tokens: Sequence[int], *, at_most: int, longer_than: int = 0) -> Restored:
+    def count_saved(self, seconds: float) -> None:
+        """Add to the time that restoring has saved."""
+        self._cache.count_saved(seconds)
+
+    def restore(
+        self, tokens: Sequence[int], *, at_most: int, longer_than: int = 0, tenant: bytes = b"", always: bool = False
+    ) -> Restored:
         """The longest stored prefix of `tokens`, up to `at_most`, if it is longer than `longer_than`.
 
-        When it is not longer, nothing is read: what the caller has serves, and looking has noted its use.
+        When it is not longer, nothing is read: what the caller has serves, and looking has noted its use. Nor is
+        it when evaluating the difference is quicker, as far as both have been measured, unless `always` or the
+        rule `load` says so.
         """
         start = time.perf_counter()
-        match = self._space.find(tokens, at_most=at_most)
-        if match.n_tokens <= longer_than:
+        space = self._space(tenant)
+        match = space.find(tokens, at_most=at_most)
+        if match.n_tokens <= longer_than or match.layout is None:
             return self._miss(match, match.reason, start)
-        state = self._space.restore(match)
+        always = always or self.policy.load == "always"
+        if not (always or self.worth.is_worth(match.n_tokens - longer_than, match.nbytes)):
+            return self._miss(match, Reason.NOT_WORTH_LOADING, start)
+        buffers = codec.Buffers(match.layout, match.n_tokens)
+        state = space.restore(match, into=buffers.into)
         if state.n_tokens <= longer_than:
             return self._miss(match, state.reason, start)
         try:
-            caches = codec.decode(state, make_prompt_cache(self._model))
+            caches = codec.decode(state, make_prompt_cache(self._model), buffers)
         except codec.UnsupportedCache as error:
             self._tell(f"a stored state does not fit the model: {error}")
             return self._miss(match, Reason.UNAVAILABLE, start)
-        reason = match.reason if state.n_tokens == match.n_tokens else state.reason
-        return Restored(caches, state.n_tokens, reason, explain(reason, match.detail), time.perf_counter() - start)
+        took_s = time.perf_counter() - start
+        self.worth.restored(match.nbytes, took_s)
+        # What was asked for has come as far as the index promised: then nothing but the prompt's end is why not more.
+        whole = state.n_tokens == match.n_tokens
+        reason = match.reason if whole else state.reason
+        if whole and state.n_tokens == at_most:
+            reason = Reason.HIT
+        return Restored(caches, state.n_tokens, reason, explain(reason, match.detail), took_s)
 
-    def save(self, tokens: Sequence[int], caches: Sequence[Any], boundary: Boundary) -> None:
+    def save(
+        self,
+        tokens: Sequence[int],
+        caches: Sequence[Any],
+        boundary: Boundary,
+        *,
+        label: str | None = None,
+        tenant: bytes = b"",
+    ) -> bool:
         """Keep the state of `caches` after `tokens`; a list longer than the caches is cut to them.
 
-        Saves nothing, and says so once, when the caches are of a class without a codec, as they become when
-        the engine begins to quantise them.
+        Saves nothing, and says so once, when the caches are of a class without a codec.
+
+        Returns:
+            False when the queue could not take all of it, so that it is worth trying again later.
         """
         try:
             n = codec.n_held(caches, len(tokens))
-            state = codec.encode(caches, n)
+            state = codec.encode(caches, n, quantised_from=self._quantised_from)
         except codec.UnsupportedCache as error:
             self._tell(f"not saved: {error}")
-            return
-        if n:
-            self._space.save(tokens[:n], state, boundary=boundary)
+            return True
+        if not n:
+            return True
+        report = self._space(tenant).save(tokens[:n], state, boundary=boundary, label=label)
+        return report.reason is not Dropped.QUEUE_FULL
+
+    def _space(self, tenant: bytes) -> Namespace:
+        """The model's states that are one tenant's."""
+        found = self._spaces.get(tenant)
+        if found is None:
+            found = self._spaces[tenant] = self._cache.namespace(self._identity, tenant=tenant)
+            while len(self._spaces) > _MOST_TENANTS:
+                self._spaces.popitem(last=False)
+        self._spaces.move_to_end(tenant)
+        return found
 
     def _miss(self, match: Match, reason: Reason, start: float) -> Restored:
         return Restored(None, 0, reason, explain(reason, match.detail), time.perf_counter() - start)

@@ -16,8 +16,10 @@ from typing import Any
 
 import mlx_lm.server as engine
 
-from rewarm.adapters.mlx import bodies
-from rewarm.adapters.mlx.seam import NoModel
+from rewarm.adapters import control
+from rewarm.adapters.asked import Asked, read_headers
+from rewarm.adapters.mlx import bodies, leaving
+from rewarm.adapters.mlx.provider import NoModel
 from rewarm.adapters.reports import Report
 
 log = logging.getLogger(__name__)
@@ -48,6 +50,7 @@ class Handler(engine.APIHandler):
 
     def __init__(self, generator: Any, *args: Any, secret: str | None = None, **kwargs: Any) -> None:
         self._secret = secret
+        self._asked = Asked()
         # The base class answers the request inside its constructor.
         super().__init__(_Recorder(generator), *args, **kwargs)
 
@@ -64,6 +67,9 @@ class Handler(engine.APIHandler):
 
     def do_POST(self) -> None:  # noqa: N802
         """Answer a completion request, if its body is one that the engine can be given."""
+        if self._is_order():
+            self._carry_out()
+            return
         is_chat = _COMPLETIONS.get(self.path)
         if is_chat is None:
             self._drain()
@@ -75,9 +81,14 @@ class Handler(engine.APIHandler):
             self._refuse(HTTPStatus.REQUEST_ENTITY_TOO_LARGE, f"A request has at most {bodies.MAX_NBYTES} bytes.")
             return
         try:
-            body = json.dumps(bodies.read(self.rfile.read(length), is_chat=is_chat)).encode()
+            raw = self.rfile.read(length)
+            self._asked = read_headers(self.headers.get, trusted=self._secret is not None)
+            body = json.dumps(bodies.read(raw, is_chat=is_chat)).encode()
         except bodies.BadRequest as bad:
             self._refuse(HTTPStatus.BAD_REQUEST, str(bad), field=bad.field)
+            return
+        except ValueError as bad:
+            self._refuse(HTTPStatus.BAD_REQUEST, str(bad))
             return
         connection, self.rfile = self.rfile, io.BytesIO(body)
         del self.headers["Content-Length"]
@@ -90,7 +101,9 @@ class Handler(engine.APIHandler):
     def handle_completion(self, request: Any, stop_words: list[str]) -> None:
         """Answer; what goes wrong before or after the engine has begun is told in the API's shape."""
         try:
-            super().handle_completion(request, stop_words)
+            self.response_generator.asked = self._asked
+            with leaving.watched(self.connection, self.response_generator.leave):
+                super().handle_completion(request, stop_words)
         except _NotBegun as failure:
             self._tell_failure(failure.error)
         except ConnectionError:
@@ -150,6 +163,22 @@ class Handler(engine.APIHandler):
         given = self.headers.get("Authorization", "")
         return hmac.compare_digest(given.encode("utf-8", "replace"), f"Bearer {secret}".encode())
 
+    def do_GET(self) -> None:  # noqa: N802
+        """Answer the gateway's questions, and the engine's own paths."""
+        if self._is_order():
+            self._carry_out()
+        else:
+            super().do_GET()
+
+    def _is_order(self) -> bool:
+        """Whether the gateway orders something: there is one where there is a secret."""
+        return self._secret is not None and self.path.startswith(control.PREFIX)
+
+    def _carry_out(self) -> None:
+        length = min(_DRAIN_BYTES, _length(self.headers.get("Content-Length")))
+        generator = self.response_generator.generator
+        self._send_json(*control.answer(self.command, self.path, self.rfile.read(length), generator))
+
     def _drain(self) -> None:
         self.rfile.read(min(_DRAIN_BYTES, _length(self.headers.get("Content-Length"))))
 
@@ -168,22 +197,33 @@ class Handler(engine.APIHandler):
 
 
 class _Recorder:
-    """The generator as one handler sees it; keeps the context of the request that the handler answers."""
+    """The generator as one handler sees it; keeps what is asked and the context of the request that it answers."""
 
     def __init__(self, generator: Any) -> None:
-        self._generator = generator
+        self.generator = generator
+        self.asked = Asked()
         self.context: Any = None
+        self._has_left = False
 
-    def generate(self, *args: Any, **kwargs: Any) -> Any:
+    def leave(self) -> None:
+        """Nobody waits for the reply any more."""
+        self._has_left = True
+        if self.context is not None:
+            self.context.stop()
+
+    def generate(self, request: Any, arguments: Any, **kwargs: Any) -> Any:
+        arguments.rewarm = self.asked
         try:
-            self.context, responses = self._generator.generate(*args, **kwargs)
+            self.context, responses = self.generator.generate(request, arguments, **kwargs)
         except Exception as error:
             # Past the engine's own handler, which would answer 404 with whatever the error says.
             raise _NotBegun(error) from error
+        if self._has_left:
+            self.context.stop()
         return self.context, responses
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self._generator, name)
+        return getattr(self.generator, name)
 
 
 class WithoutPrompts(logging.Filter):

@@ -74,7 +74,7 @@ class PromptCache:
         if not prompt:
             raise ValueError("fetch of no tokens")
         if self._tier is not None:
-            self.last = self._tier.restore(prompt, at_most=len(prompt) - 1)
+            self.last = self._tier.restore(prompt, at_most=len(prompt) - 1, always=True)
             if self.last.caches is not None:
                 return self.last.caches, prompt[self.last.n_tokens :]
         return make_prompt_cache(self._model), prompt

@@ -19,14 +19,15 @@ import mlx_lm.server as engine
 
 from rewarm.adapters import worker_process
 from rewarm.adapters.mlx.handler import Handler, WithoutPrompts
-from rewarm.adapters.mlx.seam import ModelProvider, ResponseGenerator, StoredPromptCache
-from rewarm.cache.prefix_cache import PrefixCache
+from rewarm.adapters.mlx.memory_tier import StoredPromptCache
+from rewarm.adapters.mlx.provider import ModelProvider
+from rewarm.adapters.mlx.seam import ResponseGenerator
 from rewarm.errors import EngineError
 
 log = logging.getLogger(__name__)
 
-_GENERATION_STOP_S = 1.5
-"""Part of it that an evaluation in progress may take; then the process ends without it."""
+_GENERATION_SHARE = 0.3
+"""Part of the time to stop that an evaluation in progress may take; then the process ends without it."""
 
 
 def main(argv: list[str]) -> int:
@@ -78,13 +79,15 @@ def serve(host: str, port: int, cli_args: Any, options: argparse.Namespace) -> N
     server.server_close()
     if failures:
         print(f"rewarm mlx-lm: the engine ended: {failures[0]}", file=sys.stderr)  # noqa: T201
-    _end(generator, cache, EngineError.exit_code if failures else 0)
+    stop_timeout_s = float(getattr(options, "rewarm_stop_timeout", worker_process.SHUTDOWN_S))
+    _end(generator, provider, stop_timeout_s, EngineError.exit_code if failures else 0)
 
 
-def _end(generator: ResponseGenerator, cache: PrefixCache | None, exit_code: int) -> NoReturn:
+def _end(generator: ResponseGenerator, provider: ModelProvider, stop_timeout_s: float, exit_code: int) -> NoReturn:
     """Stop generating, write what is queued, end the process."""
-    deadline = time.monotonic() + worker_process.SHUTDOWN_S
-    generator.stop(_GENERATION_STOP_S)
+    deadline = time.monotonic() + stop_timeout_s
+    generator.stop(stop_timeout_s * _GENERATION_SHARE)
+    cache = provider.cache
     if cache is not None:
         cache.close(timeout=max(0.1, deadline - time.monotonic()))
     logging.shutdown()
