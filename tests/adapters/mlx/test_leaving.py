@@ -1,0 +1,66 @@
+"""Clients that leave: they are noticed while nothing is written to them, and only they."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import socket
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import psutil
+import pytest
+from serving import Server
+
+from rewarm.adapters.mlx.leaving import watched
+
+Serve = Callable[..., Server]
+
+
+def test_a_client_that_leaves_is_told_once() -> None:
+    ours, theirs = socket.socketpair()
+    left = threading.Event()
+    with watched(ours, left.set):
+        assert not left.is_set()
+        theirs.close()
+        assert left.wait(10)
+    ours.close()
+
+
+def test_a_client_that_stays_or_asks_more_has_not_left() -> None:
+    ours, theirs = socket.socketpair()
+    left = threading.Event()
+    n_threads = threading.active_count()
+    with watched(ours, left.set):
+        theirs.sendall(b"GET / HTTP/1.1\r\n")
+        time.sleep(0.05)
+    with watched(ours, left.set):
+        pass
+    theirs.close()
+    assert not left.is_set()
+    assert threading.active_count() == n_threads
+    assert ours.recv(16) == b"GET / HTTP/1.1\r\n"
+    ours.close()
+
+
+@pytest.mark.engine
+def test_a_whole_reply_that_nobody_waits_for_ends(tiny_model: Path, serve: Serve) -> None:
+    with serve(tiny_model) as server:
+        server.chat("Hello!", max_tokens=4)
+        connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=60)
+        body = {"messages": [{"role": "user", "content": "Tell me."}], "max_tokens": 1_000_000, "temperature": 0}
+        connection.request("POST", "/v1/chat/completions", json.dumps(body), {"Content-Type": "application/json"})
+        time.sleep(1)
+        connection.close()
+        # Else it would go on for hours.
+        process = psutil.Process(server.process.pid)
+        deadline = time.monotonic() + 60
+        while True:
+            before = process.cpu_times().user
+            time.sleep(0.5)
+            if process.cpu_times().user - before < 0.1:
+                break
+            assert time.monotonic() < deadline, server.text()[-2000:]
+        assert server.chat("Hello!", max_tokens=4)["usage"]["completion_tokens"] == 4
