@@ -66,6 +66,7 @@ def random_job(tmp_path: Path, seed: int, took_s: float) -> Job:
         n_turns=12,
         max_files=chance.choice([None, 16, 24]),
         kill_after_s=chance.uniform(0.0, took_s),
+        helped=chance.random() < 0.5,
     )
 
 
@@ -113,8 +114,10 @@ def killed_at_every_step(forker: Parent, tmp_path: Path, template: Job, every: i
             raise
 
 
-def test_b057_killed_at_every_step_of_three_saves_with_eviction(forker: Parent, tmp_path: Path) -> None:
-    killed_at_every_step(forker, tmp_path, Job(str(tmp_path / "whole"), "rows", seed=7, n_turns=3, max_files=4))
+@pytest.mark.parametrize("helped", [False, True], ids=["alone", "helped"])
+def test_b057_killed_at_every_step_of_three_saves_with_eviction(forker: Parent, tmp_path: Path, helped: bool) -> None:
+    job = Job(str(tmp_path / "whole"), "rows", seed=7, n_turns=3, max_files=4, helped=helped)
+    killed_at_every_step(forker, tmp_path, job, every=2 if helped else 1)
 
 
 @pytest.mark.long

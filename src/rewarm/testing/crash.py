@@ -19,6 +19,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from rewarm.store import commit
 from rewarm.store.settings import Limits
 from rewarm.testing.driver import ROOMY, Driver
 from rewarm.testing.fake_engine import FakeEngine, Layer, pair, recurrent, window
@@ -46,6 +47,7 @@ class Job:
         kill_at: SIGKILL before the file operation of this number.
         kill_in: the operation that `kill_at` counts; None for any.
         forget: the latest entry is forgotten at the end.
+        helped: records are written by two threads, however small they are.
     """
 
     root: str
@@ -57,6 +59,7 @@ class Job:
     kill_at: int | None = None
     kill_in: str | None = None
     forget: bool = False
+    helped: bool = False
 
     def engine(self) -> FakeEngine:
         """The engine whose states are saved."""
@@ -101,6 +104,8 @@ class Outcome:
 def _work(job: Job, out: int) -> None:
     """The child: save every turn; a byte on `out` for each that flush has confirmed."""
     disk = FaultyDisk()
+    if job.helped:
+        commit.WORTH_A_HELPER_NBYTES = 0  # of this process, which was forked for the job
     if job.kill_at is not None:
         disk.plant(Fault(job.kill_in, "kill", after=job.kill_at))
     driver = Driver(Path(job.root), job.engine(), BLOCK_TOKENS, job.limits(), disk, lossy=job.max_files is not None)
