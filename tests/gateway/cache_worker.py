@@ -20,6 +20,7 @@ from typing import Any
 from blake3 import blake3
 
 import rewarm
+from rewarm.adapters.reports import explain
 from rewarm.testing import FakeEngine
 
 SECRET = os.environ.get("REWARM_WORKER_SECRET", "")
@@ -80,7 +81,14 @@ class Worker(ThreadingHTTPServer):
             space.save(whole, ENGINE.state(whole), "assistant", label)
             self.cache.flush()
         counts = {"cached_tokens": n, "disk_tokens": n}
-        return {**report, **counts, "reason": match.reason, "detail": "", "restore_s": 0.01, "saved_s": n * 0.25}
+        return {
+            **report,
+            **counts,
+            "reason": match.reason,
+            "detail": explain(match.reason, match.detail),
+            "restore_s": 0.01,
+            "saved_s": n * 0.25,
+        }
 
 
 class Handler(BaseHTTPRequestHandler):
