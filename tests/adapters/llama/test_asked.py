@@ -420,7 +420,7 @@ def test_a_server_that_cannot_save_is_served_uncached_with_the_reason(tmp_path: 
 def test_b161_b162_a_client_that_leaves_at_any_moment_leaves_a_slot_that_is_right(tmp_path: Path) -> None:
     with FakeWorker(tmp_path, "--parallel", "1") as worker:
         want = reply(worker.chat("Tell me of rivers. SLOW", system=SYSTEM, max_tokens=6, cache_prompt=False))
-        for wait_s in (0.0, 0.05, 0.15, 0.3):
+        for wait_s in (0.0, 0.15):
             body = {"messages": messages("Tell me of rivers. SLOW", system=SYSTEM), "max_tokens": 6, "stream": True}
             connection = http.client.HTTPConnection("127.0.0.1", worker.port, timeout=30)
             connection.request("POST", "/v1/chat/completions", json.dumps(body))
@@ -460,7 +460,7 @@ def test_b093_b094_an_empty_slot_is_neither_saved_nor_restored(tmp_path: Path) -
         assert reply(worker.chat(FIRST, system=SYSTEM))
 
 
-@pytest.mark.parametrize("name", ["кэш", "雪 и снег", "☃ .", "a" * 200], ids=["cyrillic", "cjk", "odd", "long"])
+@pytest.mark.parametrize("name", ["кэш 雪 ☃ .", "a" * 200], ids=["letters", "long"])
 def test_b101_folders_of_any_name_work_for_slot_files(tmp_path: Path, name: str) -> None:
     folder = tmp_path / name
     folder.mkdir()
@@ -498,7 +498,7 @@ def test_b027_a_build_without_restore_points_in_slot_files_is_recognised(
                 files.has_checkpoints = bool(found.checkpoints)
                 return found, codec.to_state(found, shape.n_swa)
 
-            monkeypatch.setattr(worker.runner, "_saved", saved)
-            probed = worker.runner._probe(SlotFiles(worker.runner.engine, worker.raw, shape.n_swa))
+            monkeypatch.setattr(worker.runner._prober, "_saved", saved)
+            probed = worker.runner._prober._probe(SlotFiles(worker.runner.engine, worker.raw, shape.n_swa))
             assert ("sliding window" in probed.why_not) is not is_fine
     assert asked == [2, 160] * 2, "small states come without restore points, whatever the build"

@@ -65,7 +65,9 @@ def cases(said: list[int]) -> dict[str, list[int]]:
     }
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    "family", ["gemma3", *(pytest.param(name, marks=pytest.mark.long) for name in FAMILIES if name != "gemma3")]
+)
 def test_b006_b007_b027_wherever_a_prompt_leaves_what_is_stored(family: str, tmp_path: Path) -> None:
     pytest.importorskip("gguf")
     from tiny_ggufs import MODELS
@@ -137,10 +139,15 @@ CHANGES = {
     "LoRA's scale": ["--lora-scaled", "lora.gguf:0.5"],
     "weights": [],
 }
+QUICK = ["nothing", "weights", "LoRA", "RoPE base"]
+"""The others are in the long run; that each changes the identity is tested without an engine too."""
+
 HARMLESS = {"nothing", "another context size", "another batch"}
 
 
-@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize(
+    "change", [*QUICK, *(pytest.param(name, marks=pytest.mark.long) for name in CHANGES if name not in QUICK)]
+)
 def test_b015_b017_b018_what_is_another_model_is_a_miss_and_what_is_not_is_none(
     stored: tuple[Path, Path], change: str, tmp_path: Path
 ) -> None:
@@ -164,6 +171,7 @@ def test_b015_b017_b018_what_is_another_model_is_a_miss_and_what_is_not_is_none(
         assert got["tokens"] == complete(server, prompt, "off")["tokens"]
 
 
+@pytest.mark.long
 def test_what_each_change_does_to_the_numbers_is_not_nothing(stored: tuple[Path, Path], tmp_path: Path) -> None:
     """The changes above matter to this model: else their misses would prove nothing."""
     import tiny_ggufs
@@ -240,6 +248,7 @@ def test_messages_and_responses_are_restored_after_a_restart(tmp_path: Path) -> 
                 assert server.terminate() == 0
 
 
+@pytest.mark.long
 def test_prefill_progress_of_the_real_server(tmp_path: Path) -> None:
     from rewarm.adapters.llama import bundled
     from rewarm.errors import EngineError

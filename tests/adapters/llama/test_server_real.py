@@ -128,7 +128,9 @@ def _children(server: Process) -> list[int]:
     return [child.pid for child in psutil.Process(server.process.pid).children()]
 
 
-@pytest.mark.parametrize("family", ["gemma3", "lfm2", "mamba"])
+@pytest.mark.parametrize(
+    "family", ["lfm2", *(pytest.param(name, marks=pytest.mark.long) for name in ("gemma3", "mamba"))]
+)
 def test_states_that_cannot_be_cut(family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Sliding windows, hybrids, recurrent models: the same text after a restart, and a shared system prompt."""
     pytest.importorskip("gguf")

@@ -11,27 +11,21 @@ import logging
 import threading
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import psutil
 
 import rewarm
-from rewarm.adapters.llama.codec import CodecState, UnknownLayout
 from rewarm.adapters.llama.engine import Engine, EngineGone, Program, Refused
 from rewarm.adapters.llama.flags import Flags, what_defeats
-from rewarm.adapters.llama.identity import Before, Resolved
+from rewarm.adapters.llama.identity import Before
+from rewarm.adapters.llama.probe import Opened, Prober
 from rewarm.adapters.llama.prompts import Prompts
 from rewarm.adapters.llama.raw_folder import RawFolder
 from rewarm.adapters.llama.seam import Tier
-from rewarm.adapters.llama.slot_files import NoRoom, SlotFiles
-from rewarm.adapters.llama.slot_parts import SlotFile
 from rewarm.adapters.llama.slot_saver import Stored
-from rewarm.adapters.llama.slots import SlotPool
 from rewarm.adapters.llama.turns import Turn
-from rewarm.cache.epochs import PROBE_TOKENS
-from rewarm.cache.identity import Identity
 from rewarm.cache.model_files import NoIdentity
 from rewarm.cache.prefix_cache import PrefixCache
 from rewarm.errors import EngineError
@@ -40,9 +34,6 @@ from rewarm.state.sequence import SequenceState
 from rewarm.store.forgotten import Forgotten
 
 log = logging.getLogger(__name__)
-
-_IDENTITY_WAIT_S = 5.0
-"""At the start, before any request: how long to wait for the weights' hash."""
 
 _PAUSE_WAIT_S = 2.0
 _IDLE_S = 2.0
@@ -53,49 +44,6 @@ _SWITCH_S = 20.0
 
 _LAST_REPLIES_S = 1.5
 _RETRY_S = 5.0
-_PROBE_TOKENS = [1, 2]
-"""Any two: every vocabulary has them."""
-
-_LONGER_PROBE_TOKENS = [1, 2] * 80
-"""As many as make a server note a restore point."""
-
-
-@dataclass(frozen=True, slots=True)
-class Probed:
-    """What a slot file of two tokens tells.
-
-    Attributes:
-        cut_anywhere: whether the model's states may be cut at any token.
-        flash_attention: "on" or "off"; "" where it does not tell.
-        why_not: why what is restored would be of no use to this build; "" when it is.
-    """
-
-    cut_anywhere: bool
-    flash_attention: str
-    why_not: str = ""
-
-
-@dataclass(frozen=True, slots=True)
-class Opened:
-    """A running engine, as far as a cache needs to know it.
-
-    Attributes:
-        pool: its slots.
-        why_not: why nothing can be cached; the reason `HIT` when it can.
-        files: saves and restores its slots; None where nothing can be cached.
-        before: the model's files, as they were before it read them.
-        identity: of the model.
-        cut_anywhere: whether the model's states may be cut at any token.
-        n_ctx: tokens that one slot holds.
-    """
-
-    pool: SlotPool
-    why_not: tuple[Reason, str] = (Reason.HIT, "")
-    files: SlotFiles | None = None
-    before: Before | None = None
-    identity: Identity | None = None
-    cut_anywhere: bool = True
-    n_ctx: int = 0
 
 
 class Runner:
@@ -132,6 +80,7 @@ class Runner:
         self._caches = raw is not None and not defeated[1]
         self.engine = Engine(program, flags, raw.path if raw is not None and self._caches else None)
         self.prompts = Prompts(self.engine)
+        self._prober = Prober(self.engine, program, raw)
         self._retry_at = 0.0
         self._tier: Tier | None = None
         self._opened: Opened | None = None
@@ -174,7 +123,7 @@ class Runner:
             try:
                 before, why_not = self._look()
                 self.engine.start()
-                self._opened = self._open(before, why_not)
+                self._opened = self._prober.open(before, why_not)
                 tier = self._tier_of(self._opened, is_new=True)
             except (EngineError, EngineGone, Refused) as error:
                 self.failure, self._retry_at = str(error), time.monotonic() + _RETRY_S
@@ -324,34 +273,6 @@ class Runner:
         except (OSError, ValueError, NoIdentity) as error:
             return None, (Reason.UNAVAILABLE, f"The model's files cannot be identified: {error}")
 
-    def _open(self, before: Before | None, why_not: tuple[Reason, str]) -> Opened:
-        """Look at the engine that has just been started."""
-        props = self.engine.ask("GET", "/props")
-        pool = SlotPool(max(1, int(props.get("total_slots", 1))))
-        if before is None or self._raw is None:
-            return Opened(pool, why_not)
-        whole = "is one of ik_llama.cpp, which has a layout of its own" if self._program.is_fork else ""
-        files = SlotFiles(self.engine, self._raw, before.facts.n_swa, whole)
-        try:
-            probed = self._probe(files)
-        except (Refused, NoRoom, OSError, KeyError) as error:
-            if isinstance(error, EngineGone):
-                raise
-            why = f"This server cannot save its slots, so requests are served uncached: {error or 'no room'}"
-            log.warning("rewarm: %s", why)
-            return Opened(pool, (Reason.DISABLED, why))
-        if probed.why_not:
-            log.warning("rewarm: %s", probed.why_not)
-            return Opened(pool, (Reason.DISABLED, probed.why_not))
-        pool.cut_anywhere = probed.cut_anywhere
-        n_ctx = int(props.get("default_generation_settings", {}).get("n_ctx", 0)) or before.facts.n_ctx_train
-        resolved = Resolved(self._build(props), probed.flash_attention, n_ctx)
-        identity = before.identity(resolved)
-        if not before.unchanged():
-            return Opened(pool, (Reason.UNAVAILABLE, "The model's files changed while they were being loaded."))
-        identity.wait(_IDENTITY_WAIT_S)
-        return Opened(pool, (Reason.HIT, ""), files, before, identity, probed.cut_anywhere, n_ctx)
-
     def _tier_of(self, opened: Opened, *, is_new: bool) -> Tier:
         """The engine with the cache that is in use; one that is new may be asked to evaluate something first."""
         if opened.files is None or opened.before is None or opened.identity is None:
@@ -363,59 +284,11 @@ class Runner:
         def probe() -> list[SequenceState]:
             if not is_new:
                 raise EngineError("slots are in use; what another version of llama.cpp has stored is not looked for")
-            return self._probe_states(files)
+            return self._prober.states(files)
 
         identity = self._cache.adopt_epoch(opened.identity, probe)
         stored = Stored(self._cache, identity, opened.before, files, opened.cut_anywhere, opened.n_ctx)
         return Tier(self.engine, opened.pool, stored)
-
-    def _probe_states(self, files: SlotFiles) -> list[SequenceState]:
-        """What tells this build from others: the state of some tokens, evaluated at once and in two pieces."""
-        found = []
-        try:
-            for cut in (0, len(PROBE_TOKENS) // 3):
-                for n in (cut, len(PROBE_TOKENS)):
-                    wanted = {"prompt": list(PROBE_TOKENS[:n]), "n_predict": 1, "id_slot": 0}
-                    if n:
-                        self.engine.ask("POST", "/completion", {**wanted, "cache_prompt": n > cut > 0})
-                found.append(files.look(files.save(0, len(PROBE_TOKENS)))[1].state)
-        except UnknownLayout as error:
-            raise EngineError(f"slot files of this model are kept whole: {error}") from None
-        finally:
-            files.erase(0)
-        return found
-
-    def _build(self, props: dict[str, Any]) -> str:
-        return self._program.version or f"llama-server {props.get('build_info', '')}"
-
-    def _probe(self, files: SlotFiles) -> Probed:
-        """Have a few tokens evaluated and their slot saved, and look at the file."""
-        try:
-            found, states = self._saved(files, _PROBE_TOKENS)
-            if found.memory.swa is not None:
-                # Small states come without restore points, whatever the build.
-                found, states = self._saved(files, _LONGER_PROBE_TOKENS)
-        except UnknownLayout as error:
-            log.warning("rewarm: slot files of this model are kept whole, usable at their own length only: %s", error)
-            return Probed(cut_anywhere=False, flash_attention="")
-        finally:
-            files.erase(0)
-        base = found.memory.base
-        stream = next((s for s in base.streams if s is not None), None) if base is not None else None
-        attention = "" if stream is None or not stream.values else ("off" if stream.v_trans else "on")
-        why_not = ""
-        if found.memory.swa is not None and not files.has_checkpoints:
-            why_not = (
-                "This model has a sliding window, and this llama-server keeps no restore points in slot files "
-                "(builds from b11549 on do): it would evaluate everything again; requests are served uncached."
-            )
-        return Probed(states.state.layout().rows_only, attention, why_not)
-
-    def _saved(self, files: SlotFiles, tokens: list[int]) -> tuple[SlotFile, CodecState]:
-        """The slot file of some tokens, and its states."""
-        wanted = {"prompt": tokens, "n_predict": 1, "id_slot": 0, "cache_prompt": False}
-        self.engine.ask("POST", "/completion", wanted)
-        return files.look(files.save(0, len(tokens)))
 
     def _work(self, tier: Tier) -> None:
         """Start the threads that save and read for `tier`; those of an earlier one end by themselves."""
