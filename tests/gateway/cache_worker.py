@@ -62,7 +62,7 @@ class Worker(ThreadingHTTPServer):
             self.cache = rewarm.open(folder) if folder else None
             return left
 
-    def serve(self, messages: list[dict[str, str]], reply: str, label: str | None) -> dict[str, Any]:
+    def serve(self, messages: list[dict[str, str]], reply: str, headers: Any) -> dict[str, Any]:
         tokens = tokens_of(messages)
         report = {"cached_tokens": 0, "disk_tokens": 0, "memory_tokens": 0, "prompt_tokens": len(tokens)}
         with self.lock:
@@ -74,11 +74,12 @@ class Worker(ThreadingHTTPServer):
                     "restore_s": 0,
                     "saved_s": 0,
                 }
-            space = self.cache.namespace(rewarm.Identity({"fake": self.name}, name=self.name))
+            tenant = bytes.fromhex(headers["X-Rewarm-Tenant"] or "") or None
+            space = self.cache.namespace(rewarm.Identity({"fake": self.name}, name=self.name), tenant=tenant)
             match = space.find(tokens)
             n = space.restore(match).n_tokens
             whole = tokens_of([*messages, {"role": "assistant", "content": reply}])
-            space.save(whole, ENGINE.state(whole), "assistant", label)
+            space.save(whole, ENGINE.state(whole), "assistant", headers["X-Rewarm-Conversation"])
             self.cache.flush()
         counts = {"cached_tokens": n, "disk_tokens": n}
         return {
@@ -112,7 +113,7 @@ class Handler(BaseHTTPRequestHandler):
     def stream(self, body: dict[str, Any]) -> None:
         call = call_of(body)
         reply = f"You said: {body['messages'][-1]['content']}" if call is None else f"call {call['function']['name']}"
-        report = self.server.serve(body["messages"], reply, self.headers["X-Rewarm-Conversation"])
+        report = self.server.serve(body["messages"], reply, self.headers)
         self.send_response(200)
         self.send_header("Content-Type", "text/event-stream")
         self.end_headers()

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import http.client
 import socket
+import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 from gateway_server import Running, until
+from pydantic import SecretStr
 
 from rewarm.errors import GatewayError
 from rewarm.gateway.keys import Keys
@@ -68,6 +71,23 @@ def test_each_key_is_a_tenant_of_its_own_b071(keyed: Running) -> None:
     assert owner and guest and owner != guest and len(owner) == 64
     assert friend is None
     assert OWNER.encode().hex() not in owner
+
+
+def test_nothing_is_shared_between_keys_and_all_of_it_by_those_that_share_b071(settings: Settings) -> None:
+    command = (sys.executable, str(Path(__file__).with_name("cache_worker.py")))
+    keys: Any = [OWNER, GUEST, f"{FRIEND}:share", "other-friend-0123456:share"]
+    gateway = Running(settings.model_copy(update={"worker_command": command, "api_keys": [SecretStr(k) for k in keys]}))
+    replies: list[int] = []
+    gateway.gateway.workers.on_reply(lambda _model, report, _ttft_s: replies.append(report["cached_tokens"]))
+    body = {"model": "alpha", "messages": [{"role": "user", "content": "one two three"}], "stream": True}
+    try:
+        for key in (OWNER, GUEST, FRIEND, "other-friend-0123456", OWNER, GUEST):
+            answer = gateway.client.post("/v1/chat/completions", json=body, headers=bearing(key))
+            assert answer.status_code == 200 and "[DONE]" in answer.text
+        until(lambda: len(replies) == 6)
+        assert replies == [0, 0, 0, 3, 3, 3]
+    finally:
+        gateway.close()
 
 
 def test_without_keys_nobody_is_a_tenant(running: Running) -> None:
