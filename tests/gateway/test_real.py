@@ -69,6 +69,30 @@ def test_a_conversation_goes_on_after_the_model_was_unloaded(running: Running) -
         assert counters["bytes_used"] > 0
 
 
+def test_a_request_past_the_cache_and_one_that_only_reads(running: Running) -> None:
+    (model,) = running.gateway.workers.names
+    text = "Tell of the old radios. " + "They are in the cellar, beside the maps and the clocks. " * 20
+
+    def ask(**headers: str) -> tuple[int, str]:
+        body = {"model": model, "messages": [{"role": "user", "content": text}], "max_tokens": 2, "temperature": 0}
+        answer = running.client.post("/v1/chat/completions", json=body, headers=headers, timeout=300)
+        assert answer.status_code == 200, answer.text
+        return int(answer.headers["X-Rewarm-Cached-Tokens"]), answer.headers["X-Rewarm-Reason"]
+
+    assert ask(**{"X-Rewarm-Cache": "off"}) == (0, "disabled")
+    assert ask(**{"X-Rewarm-Cache": "off"}) == (0, "disabled")
+    n_shared, _ = ask(**{"X-Rewarm-Conversation": "radios"})
+    assert n_shared < 100
+    running.client.post(f"/api/models/{model}/unload")
+    before = running.client.get("/api/stats").json()["counters"]["bytes_used"]
+    n_restored, _ = ask(**{"X-Rewarm-Cache": "read-only"})
+    assert n_restored > 200
+    running.client.post(f"/api/models/{model}/unload")
+    assert running.client.get("/api/stats").json()["counters"]["bytes_used"] == before
+    labels = [entry["label"] for entry in running.client.get("/api/entries").json()["entries"]]
+    assert "radios" in labels
+
+
 def test_a_completion(running: Running) -> None:
     with openai.OpenAI(base_url=f"{running.url}/v1", api_key="none", max_retries=0, timeout=300) as client:
         (model,) = [one.id for one in client.models.list()]
