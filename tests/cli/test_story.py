@@ -27,7 +27,8 @@ from rewarm.cli import demo
 from rewarm.cli.main import main
 fault, script = sys.argv.pop(1), sys.argv.pop(1)
 start = lambda folder: [sys.executable, script, fault, str(folder or "off")]
-demo.ENGINES[demo.Engine.MLX] = (lambda console, model: start, demo.story.SYSTEM)
+for engine in demo.ENGINES:
+    demo.ENGINES[engine] = (lambda console, model: start, demo.story.SYSTEM)
 main()
 """
 """`rewarm demo` with the stand-in as its engine."""
