@@ -20,7 +20,8 @@ from starlette.responses import Response
 
 from rewarm.gateway.disk_cache import DiskCache
 from rewarm.gateway.routes_models import memory_nbytes
-from rewarm.gateway.worker import State, Worker
+from rewarm.gateway.worker import Worker
+from rewarm.gateway.worker_state import State
 from rewarm.gateway.workers import Workers
 from rewarm.state.reason import Reason
 

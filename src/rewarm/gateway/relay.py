@@ -20,7 +20,8 @@ from rewarm.errors import EngineError
 from rewarm.gateway.asking import for_worker
 from rewarm.gateway.problems import Problem, not_started, worker_lost
 from rewarm.gateway.sse import DONE, Event, read_events, write_event
-from rewarm.gateway.worker import Running, Worker
+from rewarm.gateway.worker import Worker
+from rewarm.gateway.worker_state import Running
 
 log = logging.getLogger(__name__)
 

@@ -21,7 +21,8 @@ from rewarm.cache.move import Location, abandon_move, describe_location, move_ro
 from rewarm.errors import EngineError, RewarmError
 from rewarm.gateway.disk_cache import DiskCache
 from rewarm.gateway.problems import Problem
-from rewarm.gateway.worker import State, Worker
+from rewarm.gateway.worker import Worker
+from rewarm.gateway.worker_state import State
 from rewarm.gateway.workers import Workers
 
 log = logging.getLogger(__name__)

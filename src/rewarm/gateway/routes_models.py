@@ -18,7 +18,8 @@ from rewarm.gateway.model_options import begins_new_cache, changed
 from rewarm.gateway.models import Model, find_models
 from rewarm.gateway.problems import Problem, not_started
 from rewarm.gateway.settings import Settings
-from rewarm.gateway.worker import State, Worker
+from rewarm.gateway.worker import Worker
+from rewarm.gateway.worker_state import State
 from rewarm.gateway.workers import Workers
 
 

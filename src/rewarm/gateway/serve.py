@@ -17,6 +17,9 @@ from rewarm.gateway.page.mount import mount_pages
 from rewarm.gateway.page_models import PageModels
 from rewarm.gateway.settings import Settings
 
+_SHOWN = 8
+"""Models that are named at the start."""
+
 _GRACE_S = 2
 """How long streams may go on after the signal to end."""
 
@@ -78,12 +81,17 @@ def _announce(gateway: Gateway, listener: socket.socket) -> None:
     lines = (
         f"rewarm: http://{shown}:{port}",
         f"  API     http://{shown}:{port}/v1",
-        f"  models  {', '.join(gateway.workers.names) or 'none: give one with --model PATH'}",
+        f"  models  {_listed(gateway.workers.names)}",
         f"  cache   {gateway.disk_cache.told()}",
         "Ctrl-C ends it.",
     )
     sys.stdout.write("\n".join(lines) + "\n")
     sys.stdout.flush()
+
+
+def _listed(names: list[str]) -> str:
+    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+    return f"{', '.join(names[:_SHOWN])}{more}" if names else "none: give one with --model PATH"
 
 
 def _ignore(_number: int, _frame: FrameType | None) -> None:

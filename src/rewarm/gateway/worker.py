@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import enum
 import os
 import secrets
 import socket
@@ -17,7 +16,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -28,6 +27,7 @@ from rewarm.gateway.child_process import Child
 from rewarm.gateway.discovery import nbytes_of
 from rewarm.gateway.model_options import Options, worker_flags
 from rewarm.gateway.models import Model
+from rewarm.gateway.worker_state import Running, State, Status
 
 T = TypeVar("T")
 ReplyListener = Callable[[str, Mapping[str, Any], float | None], None]
@@ -39,17 +39,6 @@ _LOG_LINES = 200
 _LOG_LINE_CHARS = 500
 _TOLD_LINES = 12
 _POLL_S = 0.1
-
-
-class State(enum.StrEnum):
-    """Where a worker is in its life."""
-
-    STOPPED = "stopped"
-    PREPARING = "preparing"
-    LOADING = "loading"
-    READY = "ready"
-    STOPPING = "stopping"
-    FAILED = "failed"
 
 
 @dataclass(slots=True)
@@ -72,56 +61,6 @@ class Launch:
     stop_timeout_s: float
     options: Callable[[str], Options]
     make_room: Callable[[Worker], Awaitable[None]]
-
-
-@dataclass(frozen=True, slots=True)
-class Status:
-    """What a worker is doing, for people and programs.
-
-    Attributes:
-        state: where it is in its life.
-        message: what it is doing, or why it failed; "" when there is nothing to say.
-        progress: the part done, 0 to 1, where that is known.
-    """
-
-    state: State
-    message: str = ""
-    progress: float | None = None
-
-
-@dataclass(slots=True)
-class Running:
-    """A process that runs, or ran, and what looks after it.
-
-    Attributes:
-        client: sends requests to it, with its secret.
-        process: the process.
-        watcher: waits for its end; None until it does.
-        has_ended: set when it ended, or is being ended.
-        ending: how, in a sentence.
-    """
-
-    client: httpx.AsyncClient
-    process: Child
-    watcher: asyncio.Task[None] | None = None
-    has_ended: asyncio.Event = field(default_factory=asyncio.Event)
-    ending: str = ""
-
-    async def how_it_ended(self, timeout_s: float = 1.0) -> str | None:
-        """How it ended; None if it did not within `timeout_s`.
-
-        A connection breaks a moment before its process is gone: that moment is waited for.
-        """
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(timeout_s):
-                await self.has_ended.wait()
-        return self.ending if self.has_ended.is_set() else None
-
-    def note_end(self, ending: str) -> None:
-        """It ended, or is being ended; the first note counts."""
-        if not self.has_ended.is_set():
-            self.ending = ending
-            self.has_ended.set()
 
 
 class Worker:

@@ -18,7 +18,8 @@ from rewarm.gateway.model_options import OptionStore
 from rewarm.gateway.models import Model
 from rewarm.gateway.problems import unknown_model
 from rewarm.gateway.settings import Settings
-from rewarm.gateway.worker import Launch, ReplyListener, State, Worker
+from rewarm.gateway.worker import Launch, ReplyListener, Worker
+from rewarm.gateway.worker_state import State
 from rewarm.units import format_bytes
 
 log = logging.getLogger(__name__)
