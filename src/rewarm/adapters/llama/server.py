@@ -26,7 +26,6 @@ from rewarm.adapters.llama.raw_folder import RawFolder
 from rewarm.adapters.llama.runner import Runner
 from rewarm.adapters.worker_process import (
     SECRET_VARIABLE,
-    SHUTDOWN_S,
     cache_flags,
     listen,
     on_end_of_input,
@@ -101,7 +100,7 @@ def serve(program: Program, given: Flags, options: argparse.Namespace) -> NoRetu
     threading.Thread(target=start, name="rewarm-start", daemon=True).start()
     server.serve_forever(poll_interval=0.05)
     server.server_close()
-    stop_timeout_s = float(getattr(options, "rewarm_stop_timeout", SHUTDOWN_S))
+    stop_timeout_s: float = options.rewarm_stop_timeout
     deadline = time.monotonic() + stop_timeout_s
     if failures:
         print(f"rewarm llama-server: {failures[0]}", file=sys.stderr)  # noqa: T201
