@@ -41,7 +41,8 @@ def choose(
     """The records to drop, children before parents; `need` is lowered by what they free.
 
     Args:
-        rows: live records, least recently used first, deepest first.
+        rows: live records in the order in which they go, some of them twice perhaps: those of models that are gone,
+            then the least recently used first, deepest first.
         need: what must be freed.
         spared: never dropped.
         wanted: dropped only when nothing else is left.
