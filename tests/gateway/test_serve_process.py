@@ -145,7 +145,7 @@ def test_other_addresses_than_loopback_are_refused(tmp_path: Path, host: str) ->
 def test_a_setting_in_the_environment_that_makes_no_sense_is_told(tmp_path: Path) -> None:
     done = run(tmp_path, REWARM_PORT="many", REWARM_MAX_BYTES="heaps")
     assert done.returncode == 5
-    assert "port:" in done.stderr and "'heaps' is no size" in done.stderr
+    assert "port (REWARM_PORT in the environment):" in done.stderr and "'heaps' is no size" in done.stderr
 
 
 def test_a_port_that_is_taken_is_told(serve: Serve, tmp_path: Path) -> None:

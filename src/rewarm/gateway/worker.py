@@ -84,6 +84,7 @@ class Worker:
         self.loaded_with: Options | None = None
         self.used_at = time.monotonic()
         self._n_asked = 0
+        self._nbytes = 0
         self._launch = launch
         self._status = Status(State.STOPPED)
         self._log: deque[str] = deque(maxlen=_LOG_LINES)
@@ -118,8 +119,10 @@ class Worker:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the model's weights; 0 where that is not known."""
-        return self.model.nbytes or (nbytes_of(self.path) if self.path is not None else 0)
+        """Bytes of the model's weights; 0 where that is not known. Looked up once: lists ask it often."""
+        if not self._nbytes:
+            self._nbytes = self.model.nbytes or (nbytes_of(self.path) if self.path is not None else 0)
+        return self._nbytes
 
     def begin(self) -> None:
         """A request has come: until its `end` the model is not unloaded for others' sake."""
