@@ -22,7 +22,10 @@ class BundledEngine(enum.StrEnum):
 
 
 def serve(
-    host: Annotated[str | None, typer.Option(metavar="HOST", help="The loopback address to listen at.")] = None,
+    host: Annotated[
+        str | None,
+        typer.Option(metavar="HOST", help="The address to listen at; another than a loopback one needs an API key."),
+    ] = None,
     port: Annotated[int | None, typer.Option(min=0, max=65535, metavar="PORT", help="The port to listen at.")] = None,
     folder: Folder = None,
     model: Annotated[
