@@ -60,6 +60,7 @@ class Answer:
         ttft_s: seconds from sending the request to the first token of a stream; None until it came.
         report: the worker's object `rewarm`; None until it came.
         path: of the API that was asked.
+        is_stream: whether the worker streams; not every part of the API can.
     """
 
     def __init__(self, worker: Worker, running: Running, response: httpx.Response, sent: Sent) -> None:
@@ -72,6 +73,7 @@ class Answer:
         self._sent_at = sent.at
         self._is_usage_asked = sent.is_usage_asked
         self.path = sent.path
+        self.is_stream = response.headers.get("Content-Type", "").startswith("text/event-stream")
         self._is_closed = False
 
     async def whole(self) -> dict[str, Any]:

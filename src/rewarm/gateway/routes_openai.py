@@ -99,7 +99,7 @@ async def _answer(request: Request, workers: Workers, path: str) -> Response:
     if path not in worker.model.apis:
         raise not_offered(path, worker.model.engine)
     answer = await _while_connected(request, relay.ask(worker, path, payload, headers))
-    if payload.get("stream"):
+    if answer.is_stream:
         return _Stream(answer)
     body = await _while_connected(request, answer.whole())
     answer.note()

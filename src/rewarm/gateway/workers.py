@@ -127,7 +127,9 @@ class Workers:
 
     async def _make_room(self, wanted: Worker) -> None:
         """Unload what was not asked for longest, as far as memory is short for `wanted`; never what answers."""
-        n_needed = int(wanted.nbytes * _MORE_THAN_WEIGHTS)
+        # What another model that is being loaded takes is not yet taken, as far as the system tells.
+        loading = [worker for worker in self if worker is not wanted and worker.status.state is State.LOADING]
+        n_needed = int(sum(worker.nbytes for worker in (wanted, *loading)) * _MORE_THAN_WEIGHTS)
         while n_needed > (n_free := self._available_nbytes()):
             idle = [worker for worker in self if worker is not wanted and worker.is_idle]
             if not idle:
