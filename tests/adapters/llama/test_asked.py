@@ -174,6 +174,8 @@ def test_without_a_cache_nothing_of_another_is_reused(tmp_path: Path) -> None:
         ask(worker, FIRST, headers={"X-Rewarm-Cache": "off"})
         eventually(lambda: [body["n_predict"] for body in worker.bodies("/completion")][-1:] == [0])
         assert cached(ask(worker, FIRST, headers={})) == 0
+        worker.request("POST", "/infill", {"input_prefix": "x"}, **{"X-Rewarm-Cache": "off"})
+        eventually(lambda: worker.actions()[-3:] == ["/completion", "/infill", "/completion"])
 
 
 # Rules.

@@ -152,8 +152,8 @@ class Handler(Face):
             self._pass(body, None)
             return
         wanted = _as_object(body)
-        if route in CHAT | TEXT and not tier.is_cached:
-            self._pass_uncached(tier, body, wanted, asked)
+        if not tier.is_cached:
+            self._pass_uncached(tier, route, body, asked)
             return
         taint = what_taints(wanted or {})
         tier.before_unpinned(asked)
@@ -169,21 +169,24 @@ class Handler(Face):
             tier.after_unpinned(asked, taint)
             self._runner.served()
 
-    def _pass_uncached(self, tier: Tier, body: bytes, wanted: dict[str, Any] | None, asked: Asked) -> None:
+    def _pass_uncached(self, tier: Tier, route: str, body: bytes, asked: Asked) -> None:
         """Without a cache only the report is added; and what is nobody else's is kept apart from others."""
         turn = Turn(NOT_READ, asked, reason=tier.why_not[0], detail=tier.why_not[1])
-        is_off = asked.mode is Mode.OFF
-        if wanted is not None and (is_off or asked.tenant):
-            wanted["cache_prompt"] = False
-            if is_off:
-                wanted["id_slot"] = 0
-            body = json.dumps(wanted, ensure_ascii=False).encode()
+        is_off, wanted = asked.mode is Mode.OFF, _as_object(body)
+        used = [slot.id for slot in tier.pool.all()]
+        if is_off or asked.tenant:
+            if wanted is not None and (route in CHAT | TEXT or (route in CONVERTED and CONVERTED[route].keeps_slot)):
+                used = used[:1]
+                wanted |= {"cache_prompt": False, **({"id_slot": used[0]} if is_off else {})}
+                body = json.dumps(wanted, ensure_ascii=False).encode()
+            else:
+                tier.wipe(used)
         try:
             with self._runner.following(turn):
-                self._pass(body, turn)
+                self._pass(body, turn if route in READ else None)
         finally:
             if is_off:
-                tier.wipe(0)
+                tier.wipe(used)
 
     # To the engine and back.
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, replace
 from typing import Any
 
@@ -327,13 +327,14 @@ class Tier:
             if asked.mode is Mode.OFF:
                 self.erase_tainted()
 
-    def wipe(self, slot_id: int) -> None:
-        """Overwrite a slot of a server that is served uncached, and has no erase action for that."""
-        try:
-            wanted = {"prompt": [0], "n_predict": 0, "id_slot": slot_id, "cache_prompt": False}
-            self._engine.ask("POST", "/completion", wanted)
-        except Refused as error:
-            log.warning("rewarm: slot %d could not be overwritten: %s", slot_id, error)
+    def wipe(self, slot_ids: Iterable[int]) -> None:
+        """Overwrite slots of a server that is served uncached, and has no erase action for that."""
+        for number in slot_ids:
+            try:
+                wanted = {"prompt": [0], "n_predict": 0, "id_slot": number, "cache_prompt": False}
+                self._engine.ask("POST", "/completion", wanted)
+            except Refused as error:
+                log.warning("rewarm: slot %d could not be overwritten: %s", number, error)
 
     def identity_changed(self) -> None:
         """The server computes under another identity from now on: nothing more is restored or saved."""
