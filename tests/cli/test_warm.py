@@ -94,7 +94,7 @@ def test_a_label_that_no_header_can_bear_is_refused(asked: list[tuple[str, Any, 
 def test_nothing_kept_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(warm, "SAVE_DEADLINE_S", 0.0)
     with pytest.raises(RootError, match="nothing was kept"):
-        warm._saved(tmp_path / "kv", "x", 0.0, pin=False)
+        warm._saved(tmp_path / "kv", "x", pin=False)
 
 
 def test_an_unknown_model_is_named() -> None:

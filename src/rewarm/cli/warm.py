@@ -65,10 +65,9 @@ def warm(
     console = Console(stderr=True, highlight=False)
     path, body = _request(role, text)
     server = _gateway(root, folder is not None)
-    began_s = time.time()
     with _asking(server, model, root, console) as ask, _bar(console) as progress:
         reply = ask(path, body, {"X-Rewarm-Conversation": label}, progress)
-    entry = _saved(root, label, began_s, pin)
+    entry = _saved(root, label, pin)
     said = {
         "label": label,
         "entry": entry.id,
@@ -187,7 +186,7 @@ def _bar(console: Console) -> Iterator[Callable[[int, int], None]]:
         yield lambda done, total: progress.update(task, completed=done, total=total)
 
 
-def _saved(root: Path, label: str, began_s: float, pin: bool) -> Entry:
+def _saved(root: Path, label: str, pin: bool) -> Entry:
     """The entry that the request left, pinned if asked.
 
     Raises:
