@@ -120,7 +120,7 @@ class Page:
 
     def at_rest(self) -> None:
         """Wait until no reply is being made."""
-        sync_api.expect(self.page.locator(".rw-after button")).to_be_visible(timeout=60_000)
+        sync_api.expect(self.page.locator(".rw-composer:not(.rw-busy)")).to_be_visible(timeout=60_000)
 
     def button(self, name: str) -> Any:
         return self.page.get_by_role("button", name=re.compile(name)).locator("visible=true")

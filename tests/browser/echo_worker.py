@@ -33,6 +33,7 @@ state = cache.restore(match)
 
 > A miss has a reason; `find` always gives a match.
 """
+OFF = {"cached_tokens": 0, "disk_tokens": 0, "memory_tokens": 0, "reason": "disabled", "detail": ""}
 EVIL = (
     "before <img src='http://outside.example/a.png' onerror='window.hacked=1'><script>window.hacked=1</script> "
     "![x](http://outside.example/b.png) <iframe src='http://outside.example/'></iframe> after"
@@ -92,10 +93,10 @@ class Handler(BaseHTTPRequestHandler):
         if asked.startswith("refuse"):
             self.answer(400, {"error": {"message": "The prompt is longer than the model's context.", "type": "x"}})
             return
-        self.stream(asked, words_of(body["messages"]))
+        self.stream(asked, words_of(body["messages"]), is_off=self.headers["X-Rewarm-Cache"] == "off")
 
-    def stream(self, asked: str, words: list[str]) -> None:
-        report = self.server.report(words)
+    def stream(self, asked: str, words: list[str], *, is_off: bool) -> None:
+        report = OFF | {"prompt_tokens": len(words)} if is_off else self.server.report(words)
         self.send_response(200)
         self.send_header("Content-Type", "text/event-stream")
         self.end_headers()
@@ -111,7 +112,8 @@ class Handler(BaseHTTPRequestHandler):
                 os._exit(3)
             self.event({"choices": [{"index": 0, "delta": {"content": (" " if number else "") + piece}}]})
             time.sleep(pause)
-        self.server.keep([*words, "<assistant>", *reply.split()])
+        if not is_off:
+            self.server.keep([*words, "<assistant>", *reply.split()])
         self.event({"choices": [{"index": 0, "delta": {}, "finish_reason": "stop"}]})
         usage = {"prompt_tokens": len(words), "completion_tokens": 9, "total_tokens": len(words) + 9}
         self.event({"choices": [], "usage": usage, "rewarm": report})

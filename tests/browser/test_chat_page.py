@@ -143,7 +143,7 @@ def test_a_model_that_cannot_be_loaded_says_why(served: Any, open_page: Open) ->
     expect(page.replies.last).to_contain_text("You said: hello")
 
 
-def test_conversations_are_begun_opened_and_deleted(served: Any, open_page: Open, tmp_path: Path) -> None:
+def test_conversations_are_begun_opened_renamed_found_and_deleted(served: Any, open_page: Open, tmp_path: Path) -> None:
     page = open_page(served)
     page.ask("first one")
     page.button("New chat").click()
@@ -155,28 +155,81 @@ def test_conversations_are_begun_opened_and_deleted(served: Any, open_page: Open
     expect(items).to_have_text(["second one", "first one"])
     items.nth(1).click()
     expect(page.mine).to_have_text(["first one"])
+    page.open()
+    expect(items).to_have_text(["second one", "first one"])
+    page.page.locator(".rw-item").nth(1).hover()
+    page.button("Rename “first one”").click()
+    page.page.keyboard.type("Old matters")
+    page.page.keyboard.press("Enter")
+    expect(items).to_have_text(["second one", "Old matters"])
+    search = page.page.get_by_role("searchbox")
+    search.fill("first")
+    expect(items).to_have_text(["Old matters"])
+    search.fill("")
+    expect(items).to_have_count(2)
     page.page.locator(".rw-item").nth(0).hover()
-    page.page.get_by_role("button", name="Delete “second one”").click()
-    page.page.get_by_role("button", name="Delete", exact=True).click()
-    expect(items).to_have_text(["first one"])
-    expect(page.page.locator(".rw-item")).to_have_count(1)
-    page.page.locator(".rw-item").hover()
-    page.page.get_by_role("button", name="Delete “first one”").click()
-    page.page.get_by_role("button", name="Keep").click()
-    expect(items).to_have_text(["first one"])
+    page.button("Delete “second one”").click()
+    dialog = page.page.get_by_role("dialog")
+    page.page.keyboard.press("Escape")
+    expect(dialog).to_be_hidden()
+    expect(items).to_have_count(2)
+    page.page.locator(".rw-item").nth(0).hover()
+    page.button("Delete “second one”").click()
+    dialog.get_by_role("button", name="Delete").click()
+    expect(items).to_have_text(["Old matters"])
+    expect(dialog).to_be_hidden()
     assert len(list((tmp_path / "data" / "chats").glob("*.json"))) == 1
+
+
+def test_a_message_is_edited_and_both_branches_can_be_read(served: Any, open_page: Open) -> None:
+    page = open_page(served)
+    page.ask("one")
+    page.ask("two")
+    page.mine.last.hover()
+    page.mine.last.get_by_role("button", name="Edit").click()
+    page.page.keyboard.press("Control+A")
+    page.page.keyboard.type("another two")
+    page.page.keyboard.press("Enter")
+    expect(page.replies.last).to_contain_text("You said: another two.")
+    expect(page.mine).to_have_count(2)
+    expect(page.mine.last).to_contain_text("2 of 2")
+    page.at_rest()
+    page.mine.last.get_by_role("button", name="Earlier version").click()
+    expect(page.replies.last).to_contain_text("You said: two.")
+    page.open()
+    expect(page.mine.last).to_contain_text("1 of 2")
+
+
+def test_a_private_chat_is_marked_and_leaves_nothing(served: Any, open_page: Open, tmp_path: Path) -> None:
+    page = open_page(served)
+    page.button("New private chat").click()
+    expect(page.page.get_by_role("heading", level=1)).to_have_text("A private chat")
+    assert "cache is off" in page.ask("a secret").lower()
+    expect(page.page.locator(".rw-private")).to_be_visible()
+    assert not list((tmp_path / "data").rglob("*.json")) or not list((tmp_path / "data" / "chats").glob("*.json"))
+    assert not (tmp_path / "kv" / "fake-disk.json").exists()
+
+
+def test_code_and_replies_are_copied(served: Any, open_page: Open) -> None:
+    page = open_page(served, permissions=["clipboard-read", "clipboard-write"])
+    page.ask("markdown")
+    page.page.get_by_role("button", name="Copy", exact=True).click()
+    expect(page.page.locator(".rw-toast")).to_have_text("Copied")
+    assert page.page.evaluate("navigator.clipboard.readText()").startswith("match = cache.find(tokens)")
+    page.button("Copy the reply").click()
+    page.page.wait_for_function("navigator.clipboard.readText().then(t => t.startsWith('Here is what'))")
 
 
 def test_a_system_prompt_is_sent_and_kept(served: Any, open_page: Open, tmp_path: Path) -> None:
     page = open_page(served)
-    page.page.get_by_text("System prompt").click()
+    page.page.locator(".rw-system summary").click()
     page.page.get_by_role("textbox", name="System prompt").fill("Be brief.")
     page.input.focus()
     page.ask("hello")
     words = json.loads((tmp_path / "kv" / "fake-disk.json").read_text())
     assert words[:4] == ["<system>", "Be", "brief.", "<user>"]
     page.open()
-    page.page.get_by_text("System prompt").click()
+    page.page.locator(".rw-system summary").click()
     expect(page.page.get_by_role("textbox", name="System prompt")).to_have_value("Be brief.")
 
 

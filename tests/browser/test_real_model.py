@@ -19,7 +19,7 @@ def test_the_bundled_model_goes_on_from_disk(
     serve: Callable[..., Any], open_page: Callable[..., Any], bundled_model: Path
 ) -> None:
     page = open_page(serve([bundled_model]))
-    page.page.get_by_text("System prompt").click()
+    page.page.locator(".rw-system summary").click()
     system = "You are a calm guide who answers in one short sentence. " + "Say only what you know. " * 20
     page.page.get_by_role("textbox", name="System prompt").fill(system)
     page.input.focus()

@@ -22,7 +22,8 @@ def history(tmp_path: Path) -> History:
 
 def begun(history: History, words: str = "Hello there") -> str:
     conversation = history.new()
-    conversation.messages += [Message("user", words), Message("assistant", "Hi", note="Nothing stored", share=0.5)]
+    conversation.add(Message("user", words))
+    conversation.add(Message("assistant", "Hi", note="Nothing stored", share=0.5))
     history.save(conversation)
     return conversation.id
 
@@ -31,7 +32,11 @@ def test_what_was_saved_comes_back_latest_first(history: History) -> None:
     first, second = begun(history, "one"), begun(history, "two")
     conversations = history.load()
     assert [one.id for one in conversations] == [second, first]
-    assert conversations[1].messages == [Message("user", "one"), Message("assistant", "Hi", "Nothing stored", "", 0.5)]
+    assert conversations[1].messages == [
+        Message("user", "one", id=1),
+        Message("assistant", "Hi", "Nothing stored", "", 0.5, id=2, parent=1),
+    ]
+    conversations[1].updated_s = history.now()
     history.save(conversations[1])
     assert [one.id for one in history.load()] == [first, second]
 
@@ -69,7 +74,7 @@ def test_a_failed_save_leaves_the_old_file_and_no_litter(history: History, monke
     assert (history.folder / f"{conversation.id}.json").read_bytes() == before
 
 
-@pytest.mark.parametrize("damage", [b"", b"{", b'{"id": "x"}', b"\xff\xfe", b"[]"])
+@pytest.mark.parametrize("damage", [b"", b"{", b'{"id": "x"}', b"\xff\xfe", b"[]", b"[" * 100_000, b'{"id":' * 100_000])
 def test_a_damaged_file_is_left_alone_and_not_listed(history: History, damage: bytes) -> None:
     kept, broken = begun(history), begun(history)
     (history.folder / f"{broken}.json").write_bytes(damage)
@@ -100,7 +105,32 @@ def test_deleting_removes_the_file_and_twice_is_no_error(history: History) -> No
 def test_the_title_is_the_first_words_on_one_line(history: History) -> None:
     conversation = history.new()
     assert conversation.title == ""
-    conversation.messages.append(Message("user", "  What is\n\na block? " + "x" * 100))
+    conversation.add(Message("user", "  What is\n\na block? " + "x" * 100))
     assert conversation.title.startswith("What is a block? xxx")
     assert len(conversation.title) <= TITLE_CHARS
     assert conversation.title.endswith("…")
+
+
+def test_a_file_without_branches_is_read_as_one(history: History) -> None:
+    name = "a" * 32
+    history.folder.mkdir(parents=True)
+    said = '[{"role":"user","content":"one"},{"role":"assistant","content":"two"}]'
+    raw = f'{{"id":"{name}","updated_s":5,"messages":{said}}}'
+    (history.folder / f"{name}.json").write_text(raw)
+    assert [each.content for each in history.load()[0].branch()] == ["one", "two"]
+
+
+@pytest.mark.parametrize("parent", [2, 7, -1])
+def test_a_message_that_follows_none_before_it_makes_the_file_unreadable(history: History, parent: int) -> None:
+    chat = begun(history)
+    path = history.folder / f"{chat}.json"
+    path.write_text(path.read_text().replace('"parent": 1', f'"parent": {parent}'))
+    assert history.load() == []
+
+
+def test_halves_of_characters_are_saved_as_something_that_can_be_read(history: History) -> None:
+    conversation = history.new()
+    conversation.add(Message("user", "a\ud800b"))
+    conversation.system = "\udfff"
+    history.save(conversation)
+    assert history.load()[0].messages[0].content == "a\ufffdb"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -12,7 +12,7 @@ import pytest
 
 pytest.importorskip("nicegui", reason="needs the gateway's packages")
 
-from rewarm.gateway.page.engine import Ended, Event, ModelView, Reading, State, Text, Trouble
+from rewarm.gateway.page.engine import Ask, Ended, Event, Kept, ModelView, Reading, State, Text, Trouble
 from rewarm.gateway.page.history import Conversation, History, Message
 from rewarm.gateway.page.turns import STARTING, Chat, Chats, Turn, prompt_of
 
@@ -25,6 +25,8 @@ class Scripted:
     def __init__(self, *script: Any) -> None:
         self.script = script
         self.asked: list[list[dict[str, str]]] = []
+        self.asks: list[Ask] = []
+        self.forgotten: list[str] = []
         self.load_trouble: Exception | None = None
         self.closed = 0
 
@@ -38,8 +40,16 @@ class Scripted:
     async def unload(self, _name: str) -> None:
         pass
 
-    async def chat(self, _name: str, messages: Sequence[Mapping[str, str]]) -> AsyncIterator[Event]:
-        self.asked.append([dict(message) for message in messages])
+    async def kept(self, label: str) -> Kept:
+        return Kept(1, 2, 8192) if label not in self.forgotten else Kept(0, 0, 0)
+
+    async def forget(self, label: str) -> Kept:
+        self.forgotten.append(label)
+        return Kept(1, 2, 8192)
+
+    async def chat(self, _name: str, ask: Ask) -> AsyncIterator[Event]:
+        self.asked.append([dict(message) for message in ask.messages])
+        self.asks.append(ask)
         try:
             for step in self.script:
                 if isinstance(step, Exception):
@@ -96,7 +106,7 @@ def test_a_failed_reply_says_why_and_can_be_tried_again(tmp_path: Path, trouble:
         models.script = (Text("Paris"), Ended(None, "stop"))
         chat.again("m")
         await rest(chat)
-        assert [(message.content, message.error) for message in chat.conversation.messages] == [
+        assert [(message.content, message.error) for message in chat.conversation.branch()] == [
             ("The capital?", ""),
             ("Paris", ""),
         ]
@@ -208,7 +218,7 @@ def test_thinking_counts_as_the_first_token_and_is_not_shown() -> None:
 
 def test_roles_alternate_in_what_is_sent() -> None:
     conversation = Conversation("0" * 32, 0.0, system="Be brief.")
-    conversation.messages = [
+    for message in (
         Message("user", "too long"),
         Message("assistant", "", error="failed"),
         Message("user", "one"),
@@ -216,7 +226,8 @@ def test_roles_alternate_in_what_is_sent() -> None:
         Message("user", "two"),
         Message("assistant", "half", note="Stopped"),
         Message("user", "three"),
-    ]
+    ):
+        conversation.add(message)
     assert prompt_of(conversation) == [
         {"role": "system", "content": "Be brief."},
         {"role": "user", "content": "one\n\ntwo"},
@@ -225,3 +236,105 @@ def test_roles_alternate_in_what_is_sent() -> None:
     ]
     conversation.system = " \n"
     assert prompt_of(conversation)[0]["role"] == "user"
+
+
+def test_an_edited_message_and_a_reply_made_anew_stand_beside_the_old_ones(tmp_path: Path) -> None:
+    async def test() -> None:
+        models = Scripted(Text("Paris"), Ended(None, "stop"))
+        chat = Chats(models, history(tmp_path)).new()
+        for words in ("one", "two"):
+            chat.send(words, "m")
+            await rest(chat)
+        first, reply, second, _ = chat.conversation.branch()
+        chat.edit(second, "two, otherwise", "m")
+        await rest(chat)
+        assert models.asked[-1] == [
+            {"role": "user", "content": "one"},
+            {"role": "assistant", "content": "Paris"},
+            {"role": "user", "content": "two, otherwise"},
+        ]
+        assert [each.content for each in chat.conversation.versions(second)] == ["two", "two, otherwise"]
+        chat.again("m", reply)
+        await rest(chat)
+        assert [each.content for each in chat.conversation.branch()] == ["one", "Paris"]
+        assert len(chat.conversation.versions(reply)) == 2
+        await chat.show(reply)
+        assert [each.content for each in chat.conversation.branch()] == ["one", "Paris", "two, otherwise", "Paris"]
+        loaded = history(tmp_path).load()[0]
+        assert loaded.branch() == chat.conversation.branch()
+        assert len(loaded.messages) == len(chat.conversation.messages) == 7
+        assert first.id == 1
+
+    run(test)
+
+
+def test_a_private_chat_reaches_neither_the_history_nor_the_cache(tmp_path: Path) -> None:
+    async def test() -> None:
+        models = Scripted(Text("Paris"), Ended(None, "stop"))
+        chats = Chats(models, history(tmp_path))
+        private, plain = chats.new(is_private=True), chats.new()
+        assert private is not plain
+        private.send("secret", "m")
+        await rest(private)
+        await private.set(name="Secret", system="Hush.")
+        assert models.asks[-1].is_private and models.asks[-1].label == ""
+        assert not (tmp_path / "chats").exists()
+        plain.send("hello", "m")
+        await rest(plain)
+        assert not models.asks[-1].is_private and models.asks[-1].label == plain.conversation.id
+        assert len(history(tmp_path).load()) == 1
+
+    run(test)
+
+
+def test_deleting_erases_what_the_cache_keeps_only_when_asked(tmp_path: Path) -> None:
+    async def test() -> None:
+        models = Scripted(Text("x"), Ended(None, "stop"))
+        chats = Chats(models, history(tmp_path))
+        for erase in (False, True):
+            chat = chats.new()
+            chat.send("hello", "m")
+            await rest(chat)
+            assert (await chats.kept(chat)).nbytes == 8192
+            await chats.delete(chat, erase=erase)
+            assert (chat.conversation.id in models.forgotten) is erase
+
+    run(test)
+
+
+def test_the_time_left_is_told_from_the_speed_so_far() -> None:
+    times = iter([0.0, 0.1, 1.1, 2.1])
+    turn = Turn(Message("assistant"), lambda: next(times))
+    turn.start()
+    assert turn.take(Reading(500, 2500)) == "Reading the prompt: 500 of 2,500 tokens"
+    assert turn.take(Reading(1000, 2500)) == "Reading the prompt: 1,000 of 2,500 tokens · about 3 s left"
+    assert turn.part == 0.4
+    turn.take(Text("x"))
+    assert turn.part is None
+
+
+def test_half_a_character_is_replaced_before_it_is_kept_or_sent(tmp_path: Path) -> None:
+    async def test() -> None:
+        models = Scripted(Text("a\udfffb"), Ended(None, "stop"))
+        chat = Chats(models, history(tmp_path)).new()
+        chat.send("x\ud800y", "m")
+        await rest(chat)
+        await chat.set(system="\udc00")
+        assert chat.unsaved == ""
+        assert models.asked[0] == [{"role": "user", "content": "x\ufffdy"}]
+        assert [each.content for each in history(tmp_path).load()[0].messages] == ["x\ufffdy", "a\ufffdb"]
+
+    run(test)
+
+
+def test_conversations_are_found_by_what_was_said(tmp_path: Path) -> None:
+    async def test() -> None:
+        chats = Chats(Scripted(Text("Paris"), Ended(None, "stop")), history(tmp_path))
+        for words in ("About France", "About tea"):
+            chat = chats.new()
+            chat.send(words, "m")
+            await rest(chat)
+        assert [each.conversation.title for each in chats.find("FRANCE par")] == ["About France"]
+        assert len(chats.find("")) == 2
+
+    run(test)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import re
 from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
@@ -10,8 +11,11 @@ from typing import Any
 from rewarm.errors import EngineError
 from rewarm.gateway import relay
 from rewarm.gateway.app import Gateway
-from rewarm.gateway.page.engine import Ended, Event, ModelView, Reading, State, Text, Trouble
+from rewarm.gateway.models import find_models
+from rewarm.gateway.page.engine import Ask, Effect, Ended, Event, Kept, ModelView, Reading, State, Text, Trouble
 from rewarm.gateway.problems import Problem
+from rewarm.gateway.routes_models import ModelReport, change_options, report
+from rewarm.store.room import Removal
 
 MAX_TOKENS = 1024
 """The most tokens of one reply: a small model seldom ends by itself before it repeats itself."""
@@ -27,6 +31,8 @@ class PageModels:
 
     def __init__(self, gateway: Gateway) -> None:
         self._workers = gateway.workers
+        self._disk_cache = gateway.disk_cache
+        self._settings = gateway.settings
 
     def views(self) -> Sequence[ModelView]:
         """All models, in the order to offer them."""
@@ -36,6 +42,27 @@ class PageModels:
             )
             for worker in self._workers
         ]
+
+    def details(self) -> Sequence[ModelView]:
+        """As `views`, with all that the Models page tells."""
+        return [_detailed(report(worker, self._workers)) for worker in self._workers]
+
+    async def scan(self) -> None:
+        """Look for models again."""
+        await self._workers.offer(await asyncio.to_thread(find_models, self._settings))
+
+    async def change(self, name: str, changes: Mapping[str, Any], *, dry_run: bool) -> Effect:
+        """Run a model otherwise, from when it is loaded next; with `dry_run`, only say what that does.
+
+        Raises:
+            Trouble: the options make no sense, or cannot be kept. Nothing was changed.
+        """
+        try:
+            worker = self._workers.get(name)
+            done = await change_options(worker, self._workers, self._disk_cache, dict(changes), dry_run=dry_run)
+        except Problem as problem:
+            raise Trouble(problem.message) from problem
+        return Effect(done.new_cache, done.left_bytes)
 
     async def load(self, name: str) -> None:
         """Return when the model can answer.
@@ -55,7 +82,36 @@ class PageModels:
         if name in self._workers:
             await self._workers.get(name).stop()
 
-    async def chat(self, name: str, messages: Sequence[Mapping[str, str]]) -> AsyncGenerator[Event, None]:
+    async def kept(self, label: str) -> Kept:
+        """What forgetting the entries of that label would erase.
+
+        Raises:
+            Trouble: the cache cannot be used now.
+        """
+        return await self._labelled(label, dry_run=True)
+
+    async def forget(self, label: str) -> Kept:
+        """Erase the entries of that label, and all that only they need; what was erased.
+
+        Raises:
+            Trouble: the cache cannot be used now; nothing, or a part, was erased.
+        """
+        return await self._labelled(label, dry_run=False)
+
+    async def _labelled(self, label: str, *, dry_run: bool) -> Kept:
+        def look() -> Kept:
+            with self._disk_cache.use() as cache:
+                found = [entry for entry in cache.entries() if entry.label == label]
+                removed: list[Removal] = [cache.forget(entry, dry_run=dry_run) for entry in found]
+            n_files, nbytes = sum(each.n_files for each in removed), sum(each.nbytes for each in removed)
+            return Kept(len(found), n_files, nbytes)
+
+        try:
+            return await asyncio.to_thread(look)
+        except Problem as problem:
+            raise Trouble(problem.message) from problem
+
+    async def chat(self, name: str, ask: Ask) -> AsyncGenerator[Event, None]:
         """Ask for a reply; events as they come. Closing the iterator stops the model.
 
         Raises:
@@ -63,14 +119,14 @@ class PageModels:
         """
         payload: dict[str, Any] = {
             "model": name,
-            "messages": [dict(message) for message in messages],
+            "messages": [dict(message) for message in ask.messages],
             "stream": True,
             "stream_options": {"include_usage": True},
-            "max_tokens": MAX_TOKENS,
-            "temperature": TEMPERATURE,
+            "max_tokens": MAX_TOKENS if ask.max_tokens is None else ask.max_tokens,
+            "temperature": TEMPERATURE if ask.temperature is None else ask.temperature,
         }
         try:
-            answer = await relay.ask(self._workers.get(name), "/v1/chat/completions", payload)
+            answer = await relay.ask(self._workers.get(name), "/v1/chat/completions", payload, _headers(ask))
         except Problem as problem:
             raise Trouble(problem.message) from problem
         finish_reason = ""
@@ -87,6 +143,29 @@ class PageModels:
                     yield piece
         answer.note()
         yield Ended(answer.report, finish_reason)
+
+
+def _detailed(said: ModelReport) -> ModelView:
+    return ModelView(
+        said.name,
+        State(said.state.value),
+        said.message,
+        said.progress,
+        source=said.source,
+        engine=said.engine,
+        nbytes=said.nbytes,
+        memory_bytes=said.memory_bytes,
+        why_not=said.why_not,
+        options=said.options.model_dump(),
+        reload_needed=said.reload_needed,
+        log=said.log,
+    )
+
+
+def _headers(ask: Ask) -> dict[str, str]:
+    if ask.is_private:
+        return {"X-Rewarm-Cache": "off"}
+    return {"X-Rewarm-Conversation": ask.label} if ask.label else {}
 
 
 def _texts(data: Mapping[str, Any]) -> Iterator[Text]:

@@ -13,6 +13,20 @@
     },
     closeDrawer() { document.querySelector(".rw-app")?.classList.remove("rw-drawer-open"); },
     focus() { input()?.focus(); },
+    // A conversation is shown: its address stays for a reload.
+    opened(address) {
+      history.replaceState(history.state, "", address);
+      window.rewarm.closeDrawer();
+      if (matchMedia("(hover: hover)").matches) window.rewarm.focus();
+    },
+    // A field that has just been drawn.
+    select(id) {
+      const when = (n) => {
+        const el = document.getElementById(id);
+        if (el) { el.focus(); el.select(); } else if (n) requestAnimationFrame(() => when(n - 1));
+      };
+      when(20);
+    },
     // The text to send, or null; the field is emptied when there is some.
     take() {
       const el = input();
@@ -30,6 +44,18 @@
   const watch = (scroller) => {
     scroller.scrollTop = scroller.scrollHeight;
     scroller.addEventListener("scroll", () => { stick = near(scroller); }, { passive: true });
+    // Each block of code gets a button; the reply's text is drawn anew with every piece of it.
+    const copies = () => {
+      for (const head of scroller.querySelectorAll(".rw-code-head:not(:has(button))")) {
+        const button = document.createElement("button");
+        button.type = "button";
+        button.className = "rw-code-copy";
+        button.textContent = "Copy";
+        head.append(button);
+      }
+    };
+    copies();
+    new MutationObserver(copies).observe(scroller, { childList: true, subtree: true });
     const follow = () => { if (stick) scroller.scrollTop = scroller.scrollHeight; };
     new ResizeObserver(follow).observe(scroller);
     new MutationObserver(follow)
@@ -38,9 +64,13 @@
   document.addEventListener("input", (e) => { if (e.target.matches?.(".rw-input")) grow(e.target); });
   // On a machine with a keyboard the next thing typed belongs to the message; a phone's would cover the page.
   document.addEventListener("click", (e) => {
-    if (e.detail > 0 && e.target.closest?.(".rw-page .rw-button") && matchMedia("(hover: hover)").matches) {
+    if (e.detail > 0 && e.target.closest?.(".rw-header .rw-button, .rw-footer .rw-button") && matchMedia("(hover: hover)").matches) {
       window.rewarm.focus();
     }
+  });
+  document.addEventListener("click", (e) => {
+    const code = e.target.closest?.(".rw-code-copy")?.closest(".rw-code")?.querySelector("pre");
+    if (code) window.rewarm.copy(code.textContent);
   });
   document.addEventListener("keydown", (e) => { if (e.key === "Escape") window.rewarm.closeDrawer(); });
   const started = new MutationObserver(() => {

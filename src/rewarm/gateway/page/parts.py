@@ -49,3 +49,33 @@ def button(icon_name: str, label: str, classes: str = "", words: str = "") -> El
 def on_click(made: Element, handler: Callable[..., Any] | None = None, script: str = "") -> Element:
     """Have a click call `handler` here, or run `script` in the browser, which may call `emit`."""
     return made.on("click", handler, js_handler=f"() => {{ {script} }}" if script else None)
+
+
+def act(label: str, kind: str, handler: Callable[..., Any] | None = None) -> Element:
+    """A small button of an icon alone, drawn by the style sheet (`rw-act-` and `kind`); `label` is its name."""
+    made = element("button", f"rw-act rw-act-{kind}", type="button", aria_label=label, title=label)
+    return on_click(made, handler) if handler is not None else made
+
+
+def word_button(words: str, handler: Callable[..., Any], classes: str = "rw-plain") -> Element:
+    """A button of words: `rw-plain`, `rw-primary` or `rw-danger-button`."""
+    made = element("button", f"rw-button {classes}", type="button")
+    with made:
+        text(words)
+    return on_click(made, handler)
+
+
+def toggle(made: Element, name: str, *, is_on: bool) -> None:
+    """Give an element a class, or take it away."""
+    if (name in made.classes) != is_on:
+        made.classes(add=name if is_on else None, remove=None if is_on else name)
+
+
+def show_dialog(dialog: Element) -> None:
+    """Open a native dialog: the keyboard stays in it, Escape closes it."""
+    dialog.client.run_javascript(f"window.rewarm.open({dialog.html_id!r})")
+
+
+def close_dialog(dialog: Element) -> None:
+    """Close a native dialog."""
+    dialog.client.run_javascript(f"window.rewarm.close({dialog.html_id!r})")

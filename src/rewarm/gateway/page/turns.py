@@ -13,8 +13,8 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
-from rewarm.gateway.page.engine import Ended, Event, Models, Reading, Trouble
-from rewarm.gateway.page.history import Conversation, History, Message
+from rewarm.gateway.page.engine import Ask, Ended, Event, Kept, Models, Reading, Trouble
+from rewarm.gateway.page.history import Conversation, History, Message, sound
 from rewarm.gateway.page.words import progress, quiet_line, share
 
 log = logging.getLogger(__name__)
@@ -22,22 +22,35 @@ log = logging.getLogger(__name__)
 STARTING = "Starting the model"
 """The stage in which the model's own state says more."""
 
+MAX_TEMPERATURE = 2.0
+MAX_REPLY_TOKENS = 1_000_000
+"""More is taken for a slip."""
+
+_RATE_S = 0.5
+"""The speed of reading is not told from less time than this."""
+
 
 class Chat:
     """One conversation, and the reply being made in it.
 
     Attributes:
         conversation: what has been said.
+        is_private: neither the history nor the cache keeps anything of it.
         version: grows with every change.
         stage: what is being done for the reply, for a person; "" while its text comes, and at rest.
+        part: of the prompt that has been read, 0 to 1, while that is known; else None.
         is_busy: whether a reply is being made.
         unsaved: why the conversation could not be saved last; or "".
     """
 
-    def __init__(self, conversation: Conversation, models: Models, history: History) -> None:
+    def __init__(
+        self, conversation: Conversation, models: Models, history: History, *, is_private: bool = False
+    ) -> None:
         self.conversation = conversation
+        self.is_private = is_private
         self.version = 0
         self.stage = ""
+        self.part: float | None = None
         self.unsaved = ""
         self._models = models
         self._history = history
@@ -52,17 +65,55 @@ class Chat:
     def send(self, text: str, model: str) -> None:
         """Add the user's message and have it answered; nothing happens while a reply is being made."""
         if not self.is_busy and text.strip():
-            self.conversation.messages.append(Message("user", text.strip()))
+            self.conversation.add(Message("user", sound(text.strip())))
             self._answer(model)
 
-    def again(self, model: str) -> None:
-        """Have the last message of the user answered anew."""
-        messages = self.conversation.messages
-        if self.is_busy or not messages:
+    def edit(self, message: Message, text: str, model: str) -> None:
+        """Say `text` in place of a message of the user, in a branch of its own, and have it answered."""
+        if not self.is_busy and text.strip() and message in self.conversation.versions(message):
+            self.conversation.add(Message("user", sound(text.strip())), message.parent)
+            self._answer(model)
+
+    def again(self, model: str, reply: Message | None = None) -> None:
+        """Have a reply (None: the last) made anew, beside the old one; one that failed without a word goes."""
+        branch = self.conversation.branch()
+        if self.is_busy or not branch:
             return
-        if messages[-1].role == "assistant":
-            messages.pop()
+        reply = reply or branch[-1]
+        if reply.role == "assistant" and any(each is reply for each in branch):
+            if reply is branch[-1] and not reply.content:
+                self.conversation.drop_last()
+            else:
+                self.conversation.leaf = reply.parent
         self._answer(model)
+
+    async def show(self, message: Message) -> None:
+        """Show the branch through `message`."""
+        if not self.is_busy:
+            self.conversation.show(message)
+            await self.save()
+
+    async def set(
+        self,
+        *,
+        name: str | None = None,
+        system: str | None = None,
+        temperature: float | None = None,
+        max_tokens: int | None = None,
+    ) -> None:
+        """Change what is given of the conversation; a number that makes no sense (0 tokens) is the default again."""
+        kept = self.conversation
+        if name is not None:
+            kept.name = sound(" ".join(name.split()))
+        if system is not None:
+            kept.system = sound(system)
+        if temperature is not None:
+            kept.temperature = temperature if 0 <= temperature <= MAX_TEMPERATURE else None
+        if max_tokens is not None:
+            kept.max_tokens = max_tokens if 0 < max_tokens <= MAX_REPLY_TOKENS else None
+        self.version += 1
+        if kept.messages:
+            await self.save()
 
     async def stop(self) -> None:
         """End the reply where it is, if one is being made, and wait until it is saved."""
@@ -73,6 +124,9 @@ class Chat:
 
     async def save(self) -> None:
         """Save the conversation as it is now; a failure is told on the page and changes nothing else."""
+        if self.is_private:
+            self.version += 1
+            return
         async with self._saving:
             try:
                 await asyncio.to_thread(self._history.save, self.conversation)
@@ -83,42 +137,49 @@ class Chat:
             self.version += 1
 
     def _answer(self, model: str) -> None:
-        self.conversation.model = model
-        reply = Message("assistant")
-        prompt = prompt_of(self.conversation)
-        self.conversation.messages.append(reply)
-        self._task = asyncio.create_task(self._run(reply, model, prompt))
+        kept = self.conversation
+        kept.model, kept.updated_s = model, self._history.now()
+        ask = Ask(
+            prompt_of(kept),
+            label="" if self.is_private else kept.id,
+            is_private=self.is_private,
+            temperature=kept.temperature,
+            max_tokens=kept.max_tokens,
+        )
+        reply = kept.add(Message("assistant"))
+        self._task = asyncio.create_task(self._run(reply, model, ask))
         # Not the task's own last act: one that is cancelled before it began does nothing at all.
         self._task.add_done_callback(self._ended)
         self._set_stage(STARTING)
 
-    async def _run(self, reply: Message, model: str, prompt: list[dict[str, str]]) -> None:
+    async def _run(self, reply: Message, model: str, ask: Ask) -> None:
         turn = Turn(reply)
         try:
             await self.save()
             await self._models.load(model)
             self._set_stage("Reading the prompt")
             turn.start()
-            async with contextlib.aclosing(self._models.chat(model, prompt)) as events:  # type: ignore[type-var]
+            async with contextlib.aclosing(self._models.chat(model, ask)) as events:  # type: ignore[type-var]
                 async for event in events:
-                    self._set_stage(turn.take(event))
+                    self._set_stage(turn.take(event), turn.part)
             turn.end()
         except asyncio.CancelledError:
             turn.end("Stopped")
         except Trouble as trouble:
-            reply.error = str(trouble)
+            reply.error = sound(str(trouble))
         except Exception as error:  # a fault of ours is told in the chat too, and the server stays up
             log.exception("rewarm: a reply failed")
             reply.error = f"The gateway failed in this reply: {type(error).__name__}: {error}"
         finally:
+            self.conversation.updated_s = self._history.now()
             await self.save()
 
     def _ended(self, _task: asyncio.Task[None]) -> None:
         self._task = None
         self._set_stage("")
 
-    def _set_stage(self, stage: str) -> None:
-        self.stage = stage
+    def _set_stage(self, stage: str, part: float | None = None) -> None:
+        self.stage, self.part = stage, part
         self.version += 1
 
 
@@ -128,6 +189,9 @@ class Turn:
     Args:
         reply: filled in.
         clock: monotonic seconds.
+
+    Attributes:
+        part: of the prompt that has been read, 0 to 1, while it is being read; else None.
     """
 
     def __init__(self, reply: Message, clock: Any = time.monotonic) -> None:
@@ -136,6 +200,8 @@ class Turn:
         self._asked_at = 0.0
         self._ttft_s: float | None = None
         self._ended: Ended | None = None
+        self._first_read: tuple[float, int] | None = None
+        self.part: float | None = None
 
     def start(self) -> None:
         """The request is being sent."""
@@ -144,7 +210,9 @@ class Turn:
     def take(self, event: Event) -> str:
         """Note an event; gives the stage that the reply is in."""
         if isinstance(event, Reading):
-            return progress(event.n_done, event.n_tokens)
+            self.part = min(1.0, event.n_done / event.n_tokens) if event.n_tokens > 0 else None
+            return progress(event.n_done, event.n_tokens, self._left_s(event))
+        self.part = None
         if isinstance(event, Ended):
             self._ended = event
             return ""
@@ -152,7 +220,7 @@ class Turn:
             self._ttft_s = self._clock() - self._asked_at
         if event.is_thought:
             return "Thinking"
-        self._reply.content += event.text
+        self._reply.content += sound(event.text)
         return ""
 
     def end(self, last_word: str = "") -> None:
@@ -165,6 +233,16 @@ class Turn:
         if report is not None:
             self._reply.detail = str(report.get("detail") or "")
             self._reply.share = share(report)
+
+    def _left_s(self, now: Reading) -> float | None:
+        """Seconds that the rest of the prompt takes, at the speed since the first that was heard of it."""
+        at = self._clock()
+        if self._first_read is None or now.n_done < self._first_read[1]:
+            self._first_read = (at, now.n_done)
+        since, n_before = self._first_read
+        if at - since < _RATE_S or now.n_done <= n_before:
+            return None
+        return (now.n_tokens - now.n_done) * (at - since) / (now.n_done - n_before)
 
 
 class Chats:
@@ -188,23 +266,39 @@ class Chats:
         """The conversation of that id, if there is one."""
         return self._loaded().get(conversation_id)
 
-    def new(self) -> Chat:
-        """The conversation that has not begun; it is saved when it does."""
+    def new(self, *, is_private: bool = False) -> Chat:
+        """The conversation that has not begun; it is saved when it does, unless it is private."""
         chats = self._loaded()
         for chat in chats.values():
-            if not chat.conversation.messages:
+            if not chat.conversation.messages and chat.is_private == is_private:
                 return chat
-        chat = Chat(self._history.new(), self._models, self._history)
+        chat = Chat(self._history.new(), self._models, self._history, is_private=is_private)
         chats[chat.conversation.id] = chat
         return chat
 
-    async def delete(self, chat: Chat) -> None:
-        """Stop its reply, if any, and remove the conversation and its file.
+    def find(self, words: str) -> list[Chat]:
+        """The conversations in which all of `words` are found, in the title or in what is said; latest first."""
+        wanted = words.casefold().split()
+        return [chat for chat in self.all() if not wanted or _has(chat.conversation, wanted)]
+
+    async def kept(self, chat: Chat) -> Kept:
+        """What the cache keeps of it.
+
+        Raises:
+            Trouble: the cache cannot be used now.
+        """
+        return Kept(0, 0, 0) if chat.is_private else await self._models.kept(chat.conversation.id)
+
+    async def delete(self, chat: Chat, *, erase: bool = False) -> None:
+        """Stop its reply, if any, and remove the conversation and its file; `erase`: first what the cache keeps.
 
         Raises:
             OSError: the file cannot be removed; the conversation stays.
+            Trouble: the cache cannot be used now; the conversation stays.
         """
         await chat.stop()
+        if erase and not chat.is_private:
+            await self._models.forget(chat.conversation.id)
         await asyncio.to_thread(self._history.delete, chat.conversation.id)
         self._loaded().pop(chat.conversation.id, None)
 
@@ -219,6 +313,11 @@ class Chats:
         return self._chats
 
 
+def _has(conversation: Conversation, wanted: list[str]) -> bool:
+    said = "\n".join((conversation.title, *(message.content for message in conversation.messages))).casefold()
+    return all(word in said for word in wanted)
+
+
 def prompt_of(conversation: Conversation) -> list[dict[str, str]]:
     """The messages to send.
 
@@ -227,7 +326,7 @@ def prompt_of(conversation: Conversation) -> list[dict[str, str]]:
     demand that roles alternate.
     """
     prompt = [{"role": "system", "content": conversation.system}] if conversation.system.strip() else []
-    messages = conversation.messages
+    messages = conversation.branch()
     for message, following in zip(messages, [*messages[1:], None], strict=True):
         has_failed = following is not None and bool(following.error) and not following.content
         if not message.content or has_failed:

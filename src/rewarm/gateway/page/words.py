@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from datetime import datetime
 from typing import Any
 
 from rewarm.gateway.page.engine import ModelView, State
@@ -37,6 +38,7 @@ _THEN = {
 }
 _TELLING = {Reason.DIVERGED, Reason.NO_RESTORE_POINT, Reason.IDENTITY_CHANGED, Reason.UNAVAILABLE}
 _DETAIL_CHARS = 110
+_TOLD_S = 0.05
 # Two prompts share a few tokens of the chat template at least: to a person that is a miss.
 _FEW = 0.05
 _STATES = {
@@ -56,6 +58,9 @@ def quiet_line(report: Mapping[str, Any] | None, ttft_s: float | None) -> str:
         ttft_s: seconds from the request to the first token; None when none came.
     """
     parts = _reused(report) if report else []
+    saved_s = report.get("saved_s") if report else None
+    if isinstance(saved_s, int | float) and saved_s >= _TOLD_S:
+        parts.append(f"about {format_seconds(saved_s)} saved")
     if ttft_s is not None:
         parts.append(f"first token after {format_seconds(ttft_s)}")
     line = " · ".join(parts)
@@ -68,9 +73,31 @@ def share(report: Mapping[str, Any]) -> float:
     return min(1.0, max(0.0, n_cached / n_prompt)) if n_prompt else 0.0
 
 
-def progress(n_done: int, n_tokens: int) -> str:
-    """How far the prompt has been read."""
-    return f"Reading the prompt: {n_done:,} of {_tokens(n_tokens)}"
+def progress(n_done: int, n_tokens: int, left_s: float | None = None) -> str:
+    """How far the prompt has been read, and how long the rest will take where that is known."""
+    left = f" · about {round_seconds(left_s)} left" if left_s is not None else ""
+    return f"Reading the prompt: {n_done:,} of {_tokens(n_tokens)}{left}"
+
+
+def day_of(at_s: float, now_s: float) -> str:
+    """Which part of the list a conversation of the time `at_s` stands in; both in seconds since the epoch."""
+    try:
+        then, today = (datetime.fromtimestamp(each).astimezone().date() for each in (at_s, now_s))
+    except (OSError, OverflowError, ValueError):
+        return "Older"
+    n_days = (today - then).days
+    if n_days <= 0:
+        return "Today"
+    if n_days == 1:
+        return "Yesterday"
+    return "Last 7 days" if n_days <= 7 else "Last 30 days" if n_days <= 30 else "Older"
+
+
+def round_seconds(seconds: float) -> str:
+    """A time that is estimated, in whole seconds or minutes."""
+    if seconds < 60:
+        return f"{max(1, round(seconds))} s"
+    return f"{round(seconds / 60)} min"
 
 
 def _reused(report: Mapping[str, Any]) -> list[str]:
