@@ -202,3 +202,11 @@ def test_doctor_names_a_folder_that_others_can_look_into(tmp_path: Path) -> None
     (tmp_path / "open").chmod(0o755)
     said = json.loads(run("doctor", "--no-speed", "--dir", tmp_path / "open", "--json").stdout)
     assert ("permissions", "warning") in [(each["about"], each["state"]) for each in said["findings"]]
+
+
+@pytest.mark.parametrize("name", ["file", "file/below"])
+def test_doctor_names_a_place_where_no_folder_can_be(tmp_path: Path, name: str) -> None:
+    (tmp_path / "file").touch()
+    done = run("doctor", "--no-speed", "--dir", tmp_path / name)
+    assert done.exit_code == 1
+    assert "cannot be written" in done.stdout

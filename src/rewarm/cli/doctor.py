@@ -98,12 +98,12 @@ def _look(folder: Path | None, no_speed: bool, console: Console) -> Iterator[Fin
             speed = measure(root)
         yield _told(speed)
     try:
-        if not is_there(root):
+        if is_there(root):
+            with open_cache(root) as cache:
+                yield from _cache(cache)
+                yield from _worth(cache, speed)
+        else:
             yield Finding("cache", State.OK, "none yet: it is made at the first start of an engine")
-            return
-        with open_cache(root) as cache:
-            yield from _cache(cache)
-            yield from _worth(cache, speed)
     except RewarmError as error:
         yield Finding("cache", State.FAULT, str(error))
     yield from _gateway()

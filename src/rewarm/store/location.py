@@ -62,7 +62,9 @@ def describe_location(path: str | os.PathLike[str]) -> Location:
         usage = shutil.disk_usage(there)
         free, total = usage.free, usage.total
     exists = folder.is_dir()
-    writable = _can_write(there) and (exists or not _is_there(folder))
+    # What is there and is no folder, on the way down, cannot become one.
+    is_barred = any(_is_there(each) for each in (folder, *folder.parents) if there in each.parents)
+    writable = not is_barred and _can_write(there)
     return Location(folder, exists, writable, free, total, _warnings(there))
 
 
