@@ -84,11 +84,11 @@ def test_a_request_past_the_cache_and_one_that_only_reads(running: Running) -> N
     n_shared, _ = ask(**{"X-Rewarm-Conversation": "radios"})
     assert n_shared < 100
     running.client.post(f"/api/models/{model}/unload")
-    before = running.client.get("/api/stats").json()["counters"]["bytes_used"]
+    before = running.client.get("/api/stats").json()["counters"]["files_used"]
     n_restored, _ = ask(**{"X-Rewarm-Cache": "read-only"})
     assert n_restored > 200
     running.client.post(f"/api/models/{model}/unload")
-    assert running.client.get("/api/stats").json()["counters"]["bytes_used"] == before
+    assert running.client.get("/api/stats").json()["counters"]["files_used"] == before
     labels = [entry["label"] for entry in running.client.get("/api/entries").json()["entries"]]
     assert "radios" in labels
 

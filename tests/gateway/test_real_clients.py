@@ -144,11 +144,11 @@ def test_a_request_past_the_cache_and_one_that_only_reads(running: Running, mode
 
     assert ask(**{"X-Rewarm-Cache": "off"}) == (0, "disabled")
     assert ask(**{"X-Rewarm-Cache": "off"}) == (0, "disabled")
-    before = running.client.get("/api/stats").json()["counters"]["bytes_used"]
+    before = running.client.get("/api/stats").json()["counters"]["files_used"]
     n_shared, _ = ask(**{"X-Rewarm-Cache": "read-only"})
     assert n_shared < 100
     running.client.post(f"/api/models/{model}/unload")
-    assert running.client.get("/api/stats").json()["counters"]["bytes_used"] == before
+    assert running.client.get("/api/stats").json()["counters"]["files_used"] == before
     ask(**{"X-Rewarm-Conversation": "radios"})
     running.client.post(f"/api/models/{model}/unload")
     n_restored, _ = ask(**{"X-Rewarm-Cache": "read-only"})
