@@ -170,6 +170,7 @@ def test_conversations_are_begun_opened_renamed_found_and_deleted(served: Any, o
     page.page.locator(".rw-item").nth(0).hover()
     page.button("Delete “second one”").click()
     dialog = page.page.get_by_role("dialog")
+    expect(dialog).to_be_visible()
     page.page.keyboard.press("Escape")
     expect(dialog).to_be_hidden()
     expect(items).to_have_count(2)
