@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
@@ -14,7 +15,7 @@ from gateway_server import model_folder
 from rewarm.errors import EngineError, GatewayError
 from rewarm.gateway.app import Gateway
 from rewarm.gateway.models import check_folder, find_models
-from rewarm.gateway.page.engine import Ended, Event, Reading, State, Text, Trouble
+from rewarm.gateway.page.engine import Ask, Ended, Event, Reading, State, Text, Trouble
 from rewarm.gateway.page_models import PageModels
 from rewarm.gateway.settings import Settings, is_loopback
 from rewarm.gateway.sse import DONE, read_events, write_event
@@ -164,7 +165,7 @@ def said(events: list[Event]) -> str:
 
 
 async def ask(models: PageModels, text: str) -> list[Event]:
-    return [event async for event in models.chat("alpha", [{"role": "user", "content": text}])]
+    return [event async for event in models.chat("alpha", Ask([{"role": "user", "content": text}]))]
 
 
 def test_the_page_sees_states_progress_text_and_what_the_cache_did(settings: Settings) -> None:
@@ -209,9 +210,20 @@ def test_the_page_is_told_why_a_model_does_not_load(settings: Settings, tmp_path
     with_page(settings.model_copy(update={"models": [broken]}), use)
 
 
+def test_a_private_chat_and_a_named_one_say_so_to_the_worker(settings: Settings) -> None:
+    async def use(models: PageModels) -> None:
+        for more in ({"is_private": True, "label": "c1"}, {"label": "c1"}, {}):
+            async for _ in models.chat("alpha", Ask([{"role": "user", "content": "x"}], **more)):  # type: ignore[arg-type]
+                pass
+
+    with_page(settings, use)
+    asked = [json.loads(line)["told"] for line in (settings.cache_dir / "asked.jsonl").read_text().splitlines()]
+    assert asked == [{"X-Rewarm-Cache": "off"}, {"X-Rewarm-Conversation": "c1"}, {}]
+
+
 def test_a_page_that_stops_listening_stops_the_worker(settings: Settings) -> None:
     async def use(models: PageModels) -> None:
-        stream = models.chat("alpha", [{"role": "user", "content": "SLOW"}])
+        stream = models.chat("alpha", Ask([{"role": "user", "content": "SLOW"}]))
         async for event in stream:
             if isinstance(event, Text):
                 break
