@@ -135,10 +135,20 @@ class DiskTier:
         *,
         label: str | None = None,
         tenant: bytes = b"",
+        on_the_way: bool = False,
     ) -> bool:
         """Keep the state of `caches` after `tokens`; a list longer than the caches is cut to them.
 
         Saves nothing, and says so once, when the caches are of a class without a codec.
+
+        Args:
+            tokens: what the caches hold.
+            caches: one per layer.
+            boundary: what ends here.
+            label: of the entry.
+            tenant: whose it is.
+            on_the_way: the prompt goes on: of a state that can be cut anywhere, nothing is kept at a user's end then,
+                and whole blocks at a chunk's.
 
         Returns:
             False when the queue could not take all of it, so that it is worth trying again later.
@@ -146,6 +156,11 @@ class DiskTier:
         try:
             n = codec.n_held(caches, len(tokens))
             state = codec.encode(caches, n, quantised_from=self._quantised_from)
+            if on_the_way and state.layout().rows_only:
+                n_whole = 0 if boundary is Boundary.USER else n - n % self._cache.block_tokens
+                if 0 < n_whole < n:
+                    state = codec.encode(caches, n_whole, quantised_from=self._quantised_from)
+                n = n_whole
         except codec.UnsupportedCache as error:
             self._tell(f"not saved: {error}")
             return True

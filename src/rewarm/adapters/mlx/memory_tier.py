@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import mlx_lm.server as engine
-from mlx_lm.models.cache import can_trim_prompt_cache, trim_prompt_cache
+from mlx_lm.models.cache import can_trim_prompt_cache, make_prompt_cache, trim_prompt_cache
 
 from rewarm.adapters.asked import Asked, Mode
 from rewarm.adapters.mlx.disk_tier import DiskTier
@@ -61,12 +61,16 @@ class StoredPromptCache(engine.LRUPromptCache):
     Attributes:
         keep_rest: tokens that the next fetch must leave to evaluate: 1, or more where penalties look back.
         asked: what the request that is served now asks; of all requests in a batch, mode and tenant are the same.
+        is_alone: the engine serves one request, not a batch.
+        live: of a request that is served alone: its tokens, those that were reused, and the caches that it fills.
     """
 
     def __init__(self, max_size: int, provider: ModelProvider) -> None:
         super().__init__(max_size)
         self.keep_rest = 1
         self.asked = Asked()
+        self.is_alone = False
+        self.live: tuple[list[int], int, list[Any]] | None = None
         self._provider = provider
         self._prompts: deque[_Prompt] = deque(maxlen=_IN_FLIGHT)
         self._later: OrderedDict[tuple[Any, tuple[int, ...]], _Later] = OrderedDict()
@@ -115,19 +119,24 @@ class StoredPromptCache(engine.LRUPromptCache):
             log.exception("rewarm: fetching failed; the request is served without the disk")
             report = _memory_report(n_memory, len(tokens), Reason.UNAVAILABLE, "The disk cache failed; see the log.")
         self._tell(report)
+        if self.is_alone:
+            # The engine would make them itself, and nobody would know them.
+            caches = make_prompt_cache(self._provider.model) if caches is None else caches
+            self.live = (tokens, report.cached_tokens, caches)
         return caches, tokens[report.cached_tokens :]
 
     def insert_cache(
         self, model: Any, tokens: list[int], prompt_cache: list[Any], *, cache_type: str = "assistant"
     ) -> None:
         """Keep a state in memory; at the ends that count on disk too, now or when it is time for it."""
+        self.live = None
         prompt, boundary = self._boundary(tokens, cache_type)
         asked = prompt.asked if prompt is not None else replace(self.asked, label=None)
         if asked.mode is not Mode.ON:
             return
         super().insert_cache(self._key(model), tokens, prompt_cache, cache_type=cache_type)
         loaded = self._provider.loaded
-        if boundary is None or loaded is None or loaded.tier is None or loaded.key != model or _has_images(tokens):
+        if loaded is None or loaded.tier is None or loaded.key != model or _has_images(tokens):
             return
         policy = loaded.tier.policy
         if policy.paused:
@@ -136,6 +145,25 @@ class StoredPromptCache(engine.LRUPromptCache):
             self._save_later(model, tokens, _Later(boundary, asked, at_idle=policy.save_at == "idle"))
         elif not self._save(loaded.tier, tokens, prompt_cache, boundary, asked):
             self._save_later(model, tokens, _Later(boundary, asked, at_idle=True))
+
+    # Chunks of long prompts.
+
+    def evaluated(self, n_done: int, n_all: int) -> None:
+        """So many tokens of the rest of a prompt have been evaluated, of a request that is served alone."""
+        if self.live is not None and n_done < n_all:
+            tokens, n_reused, caches = self.live
+            self.keep_chunk(tokens[: n_reused + n_done], caches)
+
+    def keep_chunk(self, tokens: list[int], caches: list[Any]) -> None:
+        """Keep what has been evaluated of a prompt so far, on disk only: whoever cancels loses one chunk at most."""
+        loaded = self._provider.loaded
+        if self.asked.mode is not Mode.ON or loaded is None or loaded.tier is None or _has_images(tokens):
+            return
+        policy = loaded.tier.policy
+        if policy.paused or policy.save_at != "turn":
+            return
+        prompt = next((p for p in self._prompts if p.tokens[: len(tokens)] == tokens), None)
+        self._save(loaded.tier, tokens, caches, Boundary.PREFILL, prompt.asked if prompt else self.asked)
 
     # Saving later.
 
@@ -174,7 +202,8 @@ class StoredPromptCache(engine.LRUPromptCache):
     def _save(self, tier: DiskTier, tokens: list[int], caches: Sequence[Any], boundary: Boundary, asked: Asked) -> bool:
         """Hand a state to the disk; false when it is to be tried again later."""
         try:
-            return tier.save(tokens, caches, boundary, label=asked.label, tenant=asked.tenant)
+            on_the_way = boundary in (Boundary.USER, Boundary.PREFILL)
+            return tier.save(tokens, caches, boundary, label=asked.label, tenant=asked.tenant, on_the_way=on_the_way)
         except Exception:
             # As above: a reply that was given is not taken back because it could not be kept.
             log.exception("rewarm: saving failed; this reply is not kept on disk")
@@ -225,11 +254,8 @@ class StoredPromptCache(engine.LRUPromptCache):
         n = found.n_tokens
         return found.caches, Report(n, n, 0, len(tokens), found.reason.value, found.detail, found.took_s)
 
-    def _boundary(self, tokens: list[int], cache_type: str) -> tuple[_Prompt | None, Boundary | None]:
-        """Whose state this is, and what ends here for the disk: at a system's end, at a reply's end.
-
-        Inside a prompt rows can be cut anywhere; what cannot be cut is saved at more places, see `chunks`.
-        """
+    def _boundary(self, tokens: list[int], cache_type: str) -> tuple[_Prompt | None, Boundary]:
+        """Whose state this is, and what ends here for the disk."""
         n = len(tokens)
         # Others may have been left behind by requests that were cancelled.
         prompts = [p for p in self._prompts if (p.asked.mode, p.asked.tenant) == (self.asked.mode, self.asked.tenant)]
@@ -237,7 +263,7 @@ class StoredPromptCache(engine.LRUPromptCache):
         if cache_type == "system":
             return inside, Boundary.SYSTEM
         if inside is not None:
-            return inside, None
+            return inside, Boundary.USER
         answered = next((p for p in prompts if tokens[: len(p.tokens)] == p.tokens), None)
         if answered is not None:
             self._prompts.remove(answered)

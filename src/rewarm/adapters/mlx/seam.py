@@ -5,6 +5,7 @@ Knows requests as far as the engine does, and nothing of HTTP.
 
 from __future__ import annotations
 
+import functools
 import logging
 import queue
 import threading
@@ -22,6 +23,7 @@ import psutil
 
 import rewarm
 from rewarm.adapters.asked import Asked, Mode
+from rewarm.adapters.mlx import points
 from rewarm.adapters.mlx.bodies import BadRequest
 from rewarm.adapters.mlx.memory_tier import StoredPromptCache
 from rewarm.adapters.mlx.provider import ModelProvider
@@ -75,6 +77,7 @@ class ResponseGenerator(engine.ResponseGenerator):
         self._open = weakref.WeakSet[_ContextQueue]()
         self._orders: queue.SimpleQueue[tuple[Callable[[], Any], Future[Any]]] = queue.SimpleQueue()
         self._idle_since: float | None = None
+        engine.BatchGenerator = functools.partial(points.BatchGenerator, prompt_cache.keep_chunk)
         provider.before_reset = lambda: prompt_cache.save_what_waits(at_end=True)
         super().__init__(provider, prompt_cache)
 
@@ -190,7 +193,7 @@ class ResponseGenerator(engine.ResponseGenerator):
             BadRequest: the request makes no sense for this model.
         """
         try:
-            found = super()._tokenize(tokenizer, request, args)
+            found = self._in_parts(super()._tokenize(tokenizer, request, args), tokenizer, request, args)
         except Exception as error:
             log.warning("rewarm: a request could not be tokenised", exc_info=True)
             raise BadRequest(f"The prompt cannot be made from this request ({type(error).__name__}).") from error
@@ -209,6 +212,16 @@ class ResponseGenerator(engine.ResponseGenerator):
             log.warning("rewarm: a request's stop words could not be used", exc_info=True)
             raise BadRequest(f"stop cannot be used ({type(error).__name__}).", "stop") from error
         return found
+
+    def _in_parts(self, found: Any, tokenizer: Any, request: Any, args: Any) -> Any:
+        """What the engine found of a prompt, with the parts that it does not look for after a tool's result."""
+        prompt, segments, kinds, initial_state, vision = found
+        is_chat = request.request_type == "chat" and tokenizer.has_chat_template and vision is None
+        if not is_chat or len(segments) > 1 or request.messages[-1]["role"] == "user":
+            return found
+        arguments = {**self.cli_args.chat_template_args, **(args.chat_template_kwargs or {})}
+        segments, kinds = points.parts(tokenizer, request, arguments, prompt)
+        return prompt, segments, kinds, initial_state, vision
 
     def _next_request(self, timeout: float | None = None) -> Any:
         self.prompt_cache.let_go()
@@ -239,10 +252,13 @@ class ResponseGenerator(engine.ResponseGenerator):
         _, _, args = request
         self.prompt_cache.keep_rest = _tokens_looked_at(args.logits)
         self.prompt_cache.expect_fetch()
+        self.prompt_cache.is_alone = self.model_provider.draft_model is None
         try:
             super()._serve_single(request, *stream)
         finally:
             self.prompt_cache.keep_rest = 1
+            self.prompt_cache.is_alone = False
+            self.prompt_cache.live = None
 
 
 class _ContextQueue:
@@ -263,6 +279,8 @@ class _ContextQueue:
             n_evaluated = len(self._context.prompt) - max(0, self._context.prompt_cache_count)
             self._cache.prefilled(n_evaluated, time.perf_counter() - self._began)
             self._began = 0.0
+        elif isinstance(item, tuple):
+            self._cache.evaluated(*item)
         if item is None or isinstance(item, Exception):
             self._end(self)
         self._answers.put(item)
