@@ -207,7 +207,7 @@ def found_models() -> list[dict[str, Any]] | None:
             "path": None if model.path is None else str(model.path),
             "nbytes": model.nbytes,
             "why_not": model.why_not,
-            "file_name": model.name if model.path is None else model.path.name,
+            "file_name": "" if model.path is None else model.path.stem if model.format == "gguf" else model.path.name,
         }
         for model in find_models(Settings())
     ]
