@@ -42,7 +42,7 @@ def cancel_half_way(server: Server, body: dict[str, Any]) -> tuple[int, int]:
 
 @pytest.mark.parametrize("which", ["tiny_model", "windowed_model"])
 @pytest.mark.parametrize("alone", [False, True])
-def test_a_prompt_that_is_cancelled_loses_one_chunk_at_most(
+def test_b162_a_prompt_that_is_cancelled_loses_one_chunk_at_most(
     which: str, alone: bool, request: pytest.FixtureRequest, serve: Serve, tmp_path: Path
 ) -> None:
     model, more = request.getfixturevalue(which), {"seed": 5} if alone else {}
@@ -55,7 +55,7 @@ def test_a_prompt_that_is_cancelled_loses_one_chunk_at_most(
     assert whole > 4 * STEP
 
 
-@pytest.mark.parametrize("which", ["tiny_model", "windowed_model"])
+@pytest.mark.parametrize("which", [pytest.param("tiny_model", marks=pytest.mark.long), "windowed_model"])
 def test_what_was_evaluated_before_the_end_comes_back_in_the_next_process(
     which: str, request: pytest.FixtureRequest, serve: Serve, tmp_path: Path
 ) -> None:
