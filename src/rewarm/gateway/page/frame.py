@@ -38,7 +38,7 @@ _THEMES = (("system", "System"), ("light", "Light"), ("dark", "Dark"))
 
 @contextlib.contextmanager
 def frame(here: str, *assets: str) -> Iterator[Element]:
-    """The frame, with room for a page within; gives the `main` element.
+    """The frame, with room for a page within; gives the element for it.
 
     Args:
         here: the name in `PLACES` of the page that is shown.
@@ -57,7 +57,7 @@ def frame(here: str, *assets: str) -> Iterator[Element]:
                 _place(name, words, path, is_here=name == here)
             element("div", "rw-rail-space")
             _theme_switch()
-        with element("main", "rw-main", id="rw-main", tabindex="-1") as main:
+        with element("div", "rw-main", id="rw-main", tabindex="-1") as main:  # within the `main` that NiceGUI makes
             yield main
 
 
