@@ -162,7 +162,7 @@ class StoredPromptCache(engine.LRUPromptCache):
         policy = loaded.tier.policy
         if policy.paused or policy.save_at != "turn":
             return
-        prompt = next((p for p in self._prompts if p.tokens[: len(tokens)] == tokens), None)
+        prompt = next((p for p in self._ours() if p.tokens[: len(tokens)] == tokens), None)
         self._save(loaded.tier, tokens, caches, Boundary.PREFILL, prompt.asked if prompt else self.asked)
 
     # Saving later.
@@ -254,11 +254,14 @@ class StoredPromptCache(engine.LRUPromptCache):
         n = found.n_tokens
         return found.caches, Report(n, n, 0, len(tokens), found.reason.value, found.detail, found.took_s)
 
+    def _ours(self) -> list[_Prompt]:
+        """The prompts of those served now. Others' may have been left behind by requests that were cancelled."""
+        return [p for p in self._prompts if (p.asked.mode, p.asked.tenant) == (self.asked.mode, self.asked.tenant)]
+
     def _boundary(self, tokens: list[int], cache_type: str) -> tuple[_Prompt | None, Boundary]:
         """Whose state this is, and what ends here for the disk."""
         n = len(tokens)
-        # Others may have been left behind by requests that were cancelled.
-        prompts = [p for p in self._prompts if (p.asked.mode, p.asked.tenant) == (self.asked.mode, self.asked.tenant)]
+        prompts = self._ours()
         inside = next((p for p in prompts if len(p.tokens) > n and p.tokens[:n] == tokens), None)
         if cache_type == "system":
             return inside, Boundary.SYSTEM
