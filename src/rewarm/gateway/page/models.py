@@ -161,7 +161,10 @@ class _Row:
         if view.why_not:
             notice, tone = view.why_not, "rw-warning"
         elif view.state is State.FAILED:
-            notice, tone = f"{view.message.partition('Its last words:')[0].strip()} The next message starts it again.", "rw-bad"
+            notice, tone = (
+                f"{view.message.partition('Its last words:')[0].strip()} The next message starts it again.",
+                "rw-bad",
+            )
         elif view.reload_needed:
             notice, tone = "It still runs as it was set before: unload it, and the next message loads it anew.", ""
         _set(self._notice, notice)
