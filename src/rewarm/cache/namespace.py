@@ -23,7 +23,7 @@ from rewarm.cache.memory import free_memory
 from rewarm.cache.reading import RecordReader
 from rewarm.cache.saver import Ending, Saver, Shared
 from rewarm.errors import DamagedRecord, IndexFault, RecordError
-from rewarm.state.chain import Chain, Key, Tokens, as_tokens, common_prefix, root_key
+from rewarm.state.chain import Chain, ChainMemo, Key, Tokens, as_tokens, common_prefix, root_key
 from rewarm.state.layout import Layout
 from rewarm.state.plan import Plan, plan
 from rewarm.state.reason import Boundary, Dropped, Reason
@@ -78,6 +78,7 @@ class Namespace:
         self._store, self._stats, self._writer = shared.store, shared.stats, shared.writer
         self._pool, self._looks = shared.pool, shared.looks
         self._tenant = tenant
+        self._chains = ChainMemo()
         self._saver = Saver(shared, identity, self._chain)
         identity.add_done_callback(lambda _: self._writer.wake())
 
@@ -163,7 +164,7 @@ class Namespace:
 
     def _chain(self, fingerprint: bytes, layout: Layout, tokens: Tokens) -> Chain:
         size = self._store.block_tokens
-        return Chain(root_key(size, fingerprint, layout.digest, self._tenant), tokens, size)
+        return self._chains.chain(root_key(size, fingerprint, layout.digest, self._tenant), tokens, size)
 
     def heed(self) -> None:
         """Take note of what any process has forgotten since: for adapters, before their engine's memory is asked."""
