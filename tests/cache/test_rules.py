@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from msgspec.structs import replace
 
+import rewarm
 from rewarm.cache.policy import Policy, read_policy
 from rewarm.state.reason import Dropped
 from rewarm.store.thin import kept
@@ -192,3 +193,18 @@ def test_thinning_leaves_other_conversations_alone(tmp_path: Path) -> None:
     assert driver.restore([*other, 1]).n_tokens == len(other)
     driver.assert_in_order()
     driver.close()
+
+
+def test_how_long_prefill_takes_is_known_after_a_restart(tmp_path: Path) -> None:
+    model, other = rewarm.Identity({"a": 1}), rewarm.Identity({"a": 2})
+    with rewarm.open(tmp_path / "kv") as cache:
+        assert cache.prefill_s(model, 100) is None
+        cache.note_prefill(model, 200, 4.0)
+        cache.note_prefill(model, 200, 2.0)
+        cache.note_prefill(model, 0, 2.0)
+        assert cache.prefill_s(model, 100) == pytest.approx(1.5)
+        assert cache.flush()
+        assert cache.prefill_s(model, 100) == pytest.approx(1.5)
+    with rewarm.open(tmp_path / "kv") as cache:
+        assert cache.prefill_s(model, 100) == pytest.approx(1.5)
+        assert cache.prefill_s(other, 100) is None

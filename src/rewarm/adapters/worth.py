@@ -11,7 +11,7 @@ import threading
 _WEIGHT = 0.3
 """Of the newest measurement."""
 
-_ENOUGH_TOKENS = 16
+ENOUGH_TOKENS = 16
 """Prefills shorter than this measure the overhead."""
 
 _LARGE_NBYTES = 4 * 2**20
@@ -29,9 +29,14 @@ class Worth:
 
     def prefilled(self, n_tokens: int, took_s: float) -> None:
         """Note a prefill."""
-        if n_tokens >= _ENOUGH_TOKENS and took_s > 0:
+        if n_tokens >= ENOUGH_TOKENS and took_s > 0:
             with self._lock:
                 self._prefill_s = _average(self._prefill_s, took_s / n_tokens)
+
+    def begin_with(self, token_s: float | None) -> None:
+        """Take the seconds that prefill took for a token before this process began, while nothing newer is known."""
+        with self._lock:
+            self._prefill_s = self._prefill_s or token_s or 0.0
 
     def restored(self, nbytes: int, took_s: float) -> None:
         """Note a restore, from the store into the slot."""

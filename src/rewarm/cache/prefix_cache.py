@@ -229,6 +229,25 @@ class PrefixCache:
         """Add to the time that restoring has saved, in seconds: estimated by whoever saw the prefill."""
         self._stats.add_if("saved_ms", max(0, round(seconds * 1000)))
 
+    def note_prefill(self, identity: Identity, n_tokens: int, took_s: float) -> None:
+        """Note that a model evaluated so many prompt tokens in so many seconds; kept over restarts."""
+        if identity.fingerprint and n_tokens > 0 and took_s > 0:
+            name = identity.fingerprint[:16]
+            self._stats.add(f"prefill_tokens:{name}", n_tokens)
+            self._stats.add_if(f"prefill_us:{name}", round(1e6 * took_s))
+
+    def prefill_s(self, identity: Identity, n_tokens: int) -> float | None:
+        """Seconds that a model takes to evaluate so many prompt tokens, by all that was noted; None before that."""
+        name = (identity.fingerprint or "")[:16]
+        with contextlib.suppress(IndexFault, OSError):
+            self._usage = self._lists.within(self.store.usage, STATS_DEADLINE_S)
+        pending = self._stats.peek()
+        seen, took = (
+            self._usage.get(f"{what}:{name}", 0) + pending.get(f"{what}:{name}", 0)
+            for what in ("prefill_tokens", "prefill_us")
+        )
+        return took / 1e6 / seen * n_tokens if seen and took else None
+
     def set_limits(self, limits: Limits) -> Removal:
         """Change the limits that are given; evicts at once, and says what."""
         return self.store.set_limits(limits)

@@ -138,6 +138,13 @@ def test_what_was_saved_is_told(tiny_model: Path, serve: Serve, tmp_path: Path) 
         told = ask(server)["rewarm"]
         assert told["memory_tokens"] > 16
         assert 0 <= told["saved_s"] < 10
+        server.terminate()
+    with serve(tiny_model, "--rewarm-dir", str(tmp_path / "kv"), secret="s3cret") as server:
+        # What prefill takes is known from before.
+        told = ask(server)["rewarm"]
+        assert told["disk_tokens"] > 16
+        with rewarm.open(tmp_path / "kv") as cache:
+            assert [name for name in cache.store.usage() if name.startswith("prefill_us:")]
 
 
 def test_the_cache_can_be_paused_and_goes_on(tiny_model: Path, serve: Serve, tmp_path: Path) -> None:

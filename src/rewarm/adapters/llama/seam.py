@@ -20,7 +20,7 @@ from rewarm.adapters.llama.slot_saver import SlotSaver, Stored
 from rewarm.adapters.llama.slots import NO_TOKENS, Slot, SlotPool, Tokens, n_common
 from rewarm.adapters.llama.turns import Turn
 from rewarm.adapters.reports import explain
-from rewarm.adapters.worth import Worth
+from rewarm.adapters.worth import ENOUGH_TOKENS, Worth
 from rewarm.cache.namespace import Match
 from rewarm.state.reason import Reason
 from rewarm.state.sequence import SequenceState
@@ -126,6 +126,8 @@ class Tier:
         return turn
 
     def _turn(self, prompt: Prompt, asked: Asked, slot: Slot, why: tuple[Reason, str]) -> Turn:
+        if self._worth.prefill_s(1) is None and self._stored is not None:
+            self._worth.begin_with(self._stored.cache.prefill_s(self._stored.identity, 1))
         turn = Turn(prompt, asked, slot, reason=why[0], detail=why[1], token_s=self._worth.prefill_s(1) or 0.0)
         saver = self.saver
         if saver is not None:
@@ -289,7 +291,10 @@ class Tier:
     def _learn(self, turn: Turn) -> None:
         timings = turn.timings
         cached, evaluated = int(timings.get("cache_n", 0)), int(timings.get("prompt_n", 0))
-        self._worth.prefilled(evaluated, float(timings.get("prompt_ms", 0.0)) / 1000)
+        prompt_s = float(timings.get("prompt_ms", 0.0)) / 1000
+        self._worth.prefilled(evaluated, prompt_s)
+        if self._stored is not None and evaluated >= ENOUGH_TOKENS:
+            self._stored.cache.note_prefill(self._stored.identity, evaluated, prompt_s)
         if timings and turn.n_disk and cached < turn.n_disk:
             self.n_ineffective += 1
             log.warning(

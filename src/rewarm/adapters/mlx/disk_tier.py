@@ -18,7 +18,7 @@ from mlx_lm.models.cache import make_prompt_cache
 
 from rewarm.adapters.mlx import codec, epoch_probe, self_test
 from rewarm.adapters.reports import explain
-from rewarm.adapters.worth import Worth
+from rewarm.adapters.worth import ENOUGH_TOKENS, Worth
 from rewarm.cache.identity import Identity
 from rewarm.cache.namespace import Match, Namespace
 from rewarm.cache.policy import Policy
@@ -87,6 +87,18 @@ class DiskTier:
     def heed(self) -> None:
         """Hear what was forgotten since: before the engine's memory is asked."""
         self._space(b"").heed()
+
+    def prefilled(self, n_tokens: int, took_s: float) -> None:
+        """Note how long the engine took to evaluate so many prompt tokens."""
+        self.worth.prefilled(n_tokens, took_s)
+        if n_tokens >= ENOUGH_TOKENS:
+            self._cache.note_prefill(self._identity, n_tokens, took_s)
+
+    def prefill_s(self, n_tokens: int) -> float:
+        """Seconds that evaluating so many tokens takes; 0 where that has never been measured."""
+        if self.worth.prefill_s(1) is None:
+            self.worth.begin_with(self._cache.prefill_s(self._identity, 1))
+        return self.worth.prefill_s(n_tokens) or 0.0
 
     def count_saved(self, seconds: float) -> None:
         """Add to the time that restoring has saved."""

@@ -224,12 +224,12 @@ class StoredPromptCache(engine.LRUPromptCache):
         """Note how long the engine took to evaluate so many prompt tokens."""
         loaded = self._provider.loaded
         if loaded is not None and loaded.tier is not None:
-            loaded.tier.worth.prefilled(n_tokens, took_s)
+            loaded.tier.prefilled(n_tokens, took_s)
 
     def _tell(self, report: Report) -> None:
         loaded = self._provider.loaded
         if loaded is not None and loaded.tier is not None and report.cached_tokens:
-            prefill_s = loaded.tier.worth.prefill_s(report.cached_tokens) or 0.0
+            prefill_s = loaded.tier.prefill_s(report.cached_tokens)
             report = replace(report, saved_s=round(max(0.0, prefill_s - report.restore_s), 6))
             if report.disk_tokens:
                 loaded.tier.count_saved(report.saved_s)
