@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal
 
 from rewarm.cache.prefix_cache import PrefixCache
@@ -102,6 +103,7 @@ class EntryList:
         self._titles = titles
         self._lock = threading.Lock()
         self._read_at = 0.0
+        self._folder: Path | None = None
         self._stamp: object = None
         self._rows: list[Row] = []
 
@@ -112,16 +114,17 @@ class EntryList:
             Problem: 503, the cache folder cannot be used now.
         """
         with self._lock:
-            if time.monotonic() - self._read_at > FRESH_S:
+            folder = self._disk_cache.folder
+            if folder != self._folder or time.monotonic() - self._read_at > FRESH_S:
                 titles = self._titles()
                 with self._disk_cache.use() as cache:
-                    stamp = (self._disk_cache.folder, _changes(cache), id(titles))
+                    stamp = (folder, _changes(cache), id(titles))
                     entries = cache.entries() if stamp != self._stamp else None
                 if entries is not None:
                     names = self._disk_cache.names(entry.fingerprint for entry in entries)
                     self._rows = [Row(entry, title_of(entry, titles), names[entry.fingerprint]) for entry in entries]
                     self._stamp = stamp
-                self._read_at = time.monotonic()
+                self._folder, self._read_at = folder, time.monotonic()
             return self._rows
 
     def changed(self) -> None:
