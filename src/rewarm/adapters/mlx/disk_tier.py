@@ -16,7 +16,8 @@ from typing import Any
 import mlx.nn as nn
 from mlx_lm.models.cache import make_prompt_cache
 
-from rewarm.adapters.mlx import codec, epoch_probe, self_test
+from rewarm.adapters.mlx import ahead, codec, epoch_probe, self_test
+from rewarm.adapters.mlx.ahead import Ahead, Waiting
 from rewarm.adapters.reports import explain
 from rewarm.adapters.worth import ENOUGH_TOKENS, Worth
 from rewarm.cache.identity import Identity
@@ -24,6 +25,7 @@ from rewarm.cache.namespace import Match, Namespace
 from rewarm.cache.policy import Policy
 from rewarm.cache.prefix_cache import PrefixCache
 from rewarm.state.reason import Boundary, Dropped, Reason
+from rewarm.state.sequence import SequenceState
 
 log = logging.getLogger(__name__)
 
@@ -61,6 +63,7 @@ class DiskTier:
 
     Attributes:
         worth: how long prefills and restores have taken.
+        waiting: what was read for requests that do not run yet.
 
     Raises:
         UnsupportedCache: the model uses a cache class without a codec, or fails the self-test.
@@ -77,6 +80,7 @@ class DiskTier:
         self._quantised_from = quantised_from
         self._model = model
         self.worth = Worth()
+        self.waiting = Waiting()
         self._told: set[str] = set()
 
     @property
@@ -123,6 +127,45 @@ class DiskTier:
             return self._miss(match, Reason.NOT_WORTH_LOADING, start)
         buffers = codec.Buffers(match.layout, match.n_tokens)
         state = space.restore(match, into=buffers.into)
+        return self._made(match, state, buffers, (longer_than, at_most), start)
+
+    def plan(self, tokens: list[int], *, at_most: int, longer_than: int, tenant: bytes) -> Ahead | None:
+        """What is to be read for a prompt on another thread; None where nothing large is worth it."""
+        start = time.perf_counter()
+        space = self._space(tenant)
+        match = space.find(tokens, at_most=at_most)
+        if match.layout is None or match.n_tokens <= longer_than or match.nbytes < ahead.LARGE_NBYTES:
+            return None
+        if self.policy.load != "always" and not self.worth.is_worth(match.n_tokens - longer_than, match.nbytes):
+            return None
+        buffers = None
+        if self.waiting.take(match.nbytes):
+            try:
+                buffers = codec.Buffers(match.layout, match.n_tokens)
+            except BaseException:
+                self.waiting.give_back(match.nbytes)
+                raise
+        deadline_s = ahead.deadline_of(self.prefill_s(match.n_tokens - longer_than))
+        made = Ahead(tokens, space, match, buffers, self.waiting, deadline_s)
+        made.took_s = time.perf_counter() - start
+        return made
+
+    def finish(self, planned: Ahead, *, at_most: int, longer_than: int) -> Restored:
+        """The caches of a state that was read ahead; as `restore`."""
+        start = time.perf_counter() - planned.took_s
+        planned.release()
+        match, state, buffers = planned.match, planned.state, planned.buffers
+        # The request outlives this: its memory is not to.
+        planned.state = planned.buffers = None
+        if state is None or buffers is None:
+            return self._miss(match, Reason.BUSY, start)
+        return self._made(match, state, buffers, (longer_than, at_most), start)
+
+    def _made(
+        self, match: Match, state: SequenceState, buffers: codec.Buffers, bounds: tuple[int, int], start: float
+    ) -> Restored:
+        """The caches of a state that was read, if it is longer than the first bound."""
+        longer_than, at_most = bounds
         if state.n_tokens <= longer_than:
             return self._miss(match, state.reason, start)
         try:

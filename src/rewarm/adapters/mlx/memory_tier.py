@@ -17,6 +17,7 @@ import mlx_lm.server as engine
 from mlx_lm.models.cache import can_trim_prompt_cache, make_prompt_cache, trim_prompt_cache
 
 from rewarm.adapters.asked import Asked, Mode
+from rewarm.adapters.mlx.ahead import Ahead
 from rewarm.adapters.mlx.disk_tier import DiskTier
 from rewarm.adapters.mlx.provider import Loaded, ModelProvider
 from rewarm.adapters.reports import Report
@@ -62,6 +63,7 @@ class StoredPromptCache(engine.LRUPromptCache):
         keep_rest: tokens that the next fetch must leave to evaluate: 1, or more where penalties look back.
         asked: what the request that is served now asks; of all requests in a batch, mode and tenant are the same.
         is_alone: the engine serves one request, not a batch.
+        planned: what was read ahead for the request that is served now, or None.
         live: of a request that is served alone: its tokens, those that were reused, and the caches that it fills.
     """
 
@@ -70,6 +72,7 @@ class StoredPromptCache(engine.LRUPromptCache):
         self.keep_rest = 1
         self.asked = Asked()
         self.is_alone = False
+        self.planned: Ahead | None = None
         self.live: tuple[list[int], int, list[Any]] | None = None
         self._provider = provider
         self._prompts: deque[_Prompt] = deque(maxlen=_IN_FLIGHT)
@@ -145,6 +148,28 @@ class StoredPromptCache(engine.LRUPromptCache):
             self._save_later(model, tokens, _Later(boundary, asked, at_idle=policy.save_at == "idle"))
         elif not self._save(loaded.tier, tokens, prompt_cache, boundary, asked):
             self._save_later(model, tokens, _Later(boundary, asked, at_idle=True))
+
+    def plan(self, tokens: list[int], asked: Asked) -> Ahead | None:
+        """What is to be read for a prompt before it is queued; None where the engine's memory or a moment will do."""
+        loaded = self._provider.loaded
+        if asked.mode is Mode.OFF or loaded is None or loaded.tier is None or self._to_forget.is_set():
+            return None
+        if _why_no_disk(loaded, loaded.key, tokens) is not None or len(tokens) <= self.keep_rest:
+            return None
+        n_memory = self._n_in_memory(self._key(loaded.key, asked), tokens)
+        at_most = len(tokens) - self.keep_rest
+        return loaded.tier.plan(tokens, at_most=at_most, longer_than=n_memory, tenant=asked.tenant)
+
+    def _n_in_memory(self, key: Any, tokens: list[int]) -> int:
+        """Tokens that the memory tier would serve."""
+        found = self._trie.search(key, tokens)
+        if found.exact is not None:
+            return len(tokens)
+        n_short = len(found.shorter) if found.shorter is not None else 0
+        if found.longer is None or found.common_prefix <= n_short:
+            return n_short
+        longer = self._trie.get(found.model, found.longer).prompt_cache
+        return min(len(tokens) - 1, found.common_prefix) if can_trim_prompt_cache(longer) else n_short
 
     # Chunks of long prompts.
 
@@ -247,7 +272,11 @@ class StoredPromptCache(engine.LRUPromptCache):
             return caches, _memory_report(n_memory, len(tokens), *(why or (Reason.UNAVAILABLE, "")))
         if at_most == 0:
             return None, _memory_report(0, len(tokens), Reason.TOO_SHORT, "All of this prompt must be evaluated.")
-        found = loaded.tier.restore(tokens, at_most=at_most, longer_than=n_memory, tenant=self.asked.tenant)
+        planned, self.planned = self.planned, None
+        if planned is not None and planned.tokens == tokens and planned.waiting is loaded.tier.waiting:
+            found = loaded.tier.finish(planned, at_most=at_most, longer_than=n_memory)
+        else:
+            found = loaded.tier.restore(tokens, at_most=at_most, longer_than=n_memory, tenant=self.asked.tenant)
         if found.caches is None:
             reason, detail = (Reason.HIT, "") if n_memory == at_most else (found.reason, found.detail)
             return caches, _memory_report(n_memory, len(tokens), reason, detail, found.took_s)

@@ -106,6 +106,17 @@ class ModelProvider(engine.ModelProvider):
             log.warning("rewarm: the model that a request names cannot be loaded", exc_info=True)
             raise NoModel(f"The model {model_path!r} cannot be loaded ({type(error).__name__}).") from error
 
+    def is_loaded(self, wanted: Any) -> bool:
+        """Whether the model that a request names is the one in use, as far as its names tell."""
+        model, adapter, draft = wanted.model, wanted.adapter, wanted.draft
+        # As the engine's `load` looks them up.
+        names = (
+            self._model_map.get(model, model),
+            self._adapter_map.get(model, adapter),
+            self._draft_model_map.get(draft, draft),
+        )
+        return bool(self.model_key == names)
+
     @property
     def cache(self) -> PrefixCache | None:
         """The prefix cache in use."""

@@ -24,6 +24,7 @@ import psutil
 import rewarm
 from rewarm.adapters.asked import Asked, Mode
 from rewarm.adapters.mlx import points
+from rewarm.adapters.mlx.ahead import Ahead
 from rewarm.adapters.mlx.bodies import BadRequest
 from rewarm.adapters.mlx.memory_tier import StoredPromptCache
 from rewarm.adapters.mlx.provider import ModelProvider
@@ -156,6 +157,50 @@ class ResponseGenerator(engine.ResponseGenerator):
                 except Exception as error:  # noqa: BLE001 - raised where it is asked for
                     done.set_exception(error)
 
+    # Reading ahead: on the thread that asks.
+
+    def generate(self, request: Any, generation_args: Any, progress_callback: Any = None) -> Any:
+        """As the engine's; a large state is read before the request is queued, and others go on meanwhile."""
+        planned = None
+        try:
+            planned = self._read_ahead(request, generation_args)
+        except Exception:
+            # The last line of defence: the request is served all the same.
+            log.exception("rewarm: reading ahead failed; the request is served without it")
+        generation_args.planned = planned
+        try:
+            return super().generate(request, generation_args, progress_callback)
+        except BaseException:
+            if planned is not None:
+                planned.release()
+            raise
+
+    def _read_ahead(self, request: Any, args: Any) -> Ahead | None:
+        provider = self.model_provider
+        loaded = provider.loaded
+        if loaded is None or loaded.tier is None or not self.is_healthy or not provider.is_loaded(args.model):
+            return None
+        if _tokens_looked_at(args.logits) > 1 and not self._is_batchable(args):
+            return None  # how much must be left to evaluate is known when it is served
+
+        def plan() -> Ahead | None:
+            if provider.loaded is not loaded:
+                return None
+            try:
+                args.tokenised = self._found_parts(provider.tokenizer, request, args)
+            except Exception:  # noqa: BLE001 - told when the request is served
+                return None
+            return self.prompt_cache.plan(args.tokenised[0], getattr(args, "rewarm", Asked()))
+
+        try:
+            planned: Ahead | None = self._order(plan)
+        except EngineError:
+            return None  # busy: it will wait in the queue all the same
+        if planned is not None:
+            planned.read()
+            log.info("rewarm: read %d tokens ahead of the queue in %.3f s", planned.match.n_tokens, planned.took_s)
+        return planned
+
     # The generation thread.
 
     def _generate(self) -> None:
@@ -192,8 +237,9 @@ class ResponseGenerator(engine.ResponseGenerator):
         Raises:
             BadRequest: the request makes no sense for this model.
         """
+        self.prompt_cache.planned = getattr(args, "planned", None)
         try:
-            found = self._in_parts(super()._tokenize(tokenizer, request, args), tokenizer, request, args)
+            found = getattr(args, "tokenised", None) or self._found_parts(tokenizer, request, args)
         except Exception as error:
             log.warning("rewarm: a request could not be tokenised", exc_info=True)
             raise BadRequest(f"The prompt cannot be made from this request ({type(error).__name__}).") from error
@@ -212,6 +258,9 @@ class ResponseGenerator(engine.ResponseGenerator):
             log.warning("rewarm: a request's stop words could not be used", exc_info=True)
             raise BadRequest(f"stop cannot be used ({type(error).__name__}).", "stop") from error
         return found
+
+    def _found_parts(self, tokenizer: Any, request: Any, args: Any) -> Any:
+        return self._in_parts(super()._tokenize(tokenizer, request, args), tokenizer, request, args)
 
     def _in_parts(self, found: Any, tokenizer: Any, request: Any, args: Any) -> Any:
         """What the engine found of a prompt, with the parts that it does not look for after a tool's result."""
@@ -259,6 +308,8 @@ class ResponseGenerator(engine.ResponseGenerator):
             self.prompt_cache.keep_rest = 1
             self.prompt_cache.is_alone = False
             self.prompt_cache.live = None
+            if (planned := getattr(args, "planned", None)) is not None:
+                planned.release()
 
 
 class _ContextQueue:
