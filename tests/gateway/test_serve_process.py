@@ -180,3 +180,11 @@ def test_a_folder_that_changed_its_mind_is_seen(serve: Serve, tmp_path: Path) ->
     model_folder(tmp_path / "later")
     assert served.client.post("/api/models/later/load").status_code == 200
     until(lambda: served.client.get("/api/models").json()["models"][0]["state"] == "ready")
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_in_the_first_moment_is_heeded(serve: Serve, number: signal.Signals) -> None:
+    """It has said its address, and does not serve it yet."""
+    served = serve()
+    served.process.send_signal(number)
+    assert served.process.wait(20) == 0

@@ -47,9 +47,13 @@ def run(settings: Settings) -> None:
                 timeout_graceful_shutdown=_GRACE_S,
             )
         )
-        # uvicorn raises the signal again once it has ended, for whoever was there before it: nobody.
+
+        def end(_number: int, _frame: FrameType | None) -> None:
+            server.should_exit = True
+
+        # Before uvicorn listens to signals itself; it raises them again once it has ended, for whoever was there.
         for number in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(number, _ignore)
+            signal.signal(number, end)
         _announce(gateway, listener)
         try:
             server.run(sockets=[listener])
@@ -92,7 +96,3 @@ def _announce(gateway: Gateway, listener: socket.socket) -> None:
 def _listed(names: list[str]) -> str:
     more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
     return f"{', '.join(names[:_SHOWN])}{more}" if names else "none: give one with --model PATH"
-
-
-def _ignore(_number: int, _frame: FrameType | None) -> None:
-    """The signal has been obeyed."""
