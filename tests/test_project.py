@@ -47,6 +47,12 @@ def test_no_module_is_a_junk_drawer() -> None:
     assert not names & JUNK_DRAWERS
 
 
+def test_no_two_test_files_have_one_name() -> None:
+    """pytest imports them by their names alone."""
+    names = [path.name for path in (ROOT / "tests").rglob("*.py") if path.name != "conftest.py"]
+    assert len(names) == len(set(names))
+
+
 def test_the_public_list_is_sorted_and_true() -> None:
     assert rewarm.__all__ == sorted(rewarm.__all__)
     for name in rewarm.__all__:

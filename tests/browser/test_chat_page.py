@@ -159,6 +159,7 @@ def test_conversations_are_begun_opened_renamed_found_and_deleted(served: Any, o
     expect(items).to_have_text(["second one", "first one"])
     page.page.locator(".rw-item").nth(1).hover()
     page.button("Rename “first one”").click()
+    expect(page.page.get_by_label("New name")).to_be_focused()
     page.page.keyboard.type("Old matters")
     page.page.keyboard.press("Enter")
     expect(items).to_have_text(["second one", "Old matters"])
