@@ -147,3 +147,22 @@ def test_an_adapter_and_each_scale_of_it_is_a_namespace(tiny_model: Path, serve:
         again = server.chat(text, max_tokens=12)
     assert again["rewarm"]["disk_tokens"] == again["usage"]["prompt_tokens"] - 1
     assert reply(again) == reply(answers[0])
+
+
+def test_a_seed_draws_the_same_words_restored_as_cold(tiny_model: Path, serve: Serve) -> None:
+    text = "Name three colours of the rainbow. " * 12
+
+    def ask(server: Server, seed: int) -> dict[str, Any]:
+        return server.chat(text, max_tokens=12, seed=seed, temperature=1.0)
+
+    with serve(tiny_model, "--rewarm-off") as server:
+        cold = [reply(ask(server, seed)) for seed in (3, 4)]
+    assert cold[0] != cold[1]
+    with serve(tiny_model) as server:
+        ask(server, 5)
+        assert server.terminate() == 0
+    with serve(tiny_model) as server:
+        for seed in (3, 4):
+            restored = ask(server, seed)
+            assert cached(restored) == restored["usage"]["prompt_tokens"] - 1
+            assert reply(restored) == cold[seed - 3]
