@@ -53,6 +53,15 @@ def test_no_two_test_files_have_one_name() -> None:
     assert len(names) == len(set(names))
 
 
+def test_no_browser_test_is_faster_than_the_page() -> None:
+    """Keys pressed before a field has the focus, and clicks before the page has its socket, go nowhere: only the
+    helpers in `tests/browser/conftest.py`, which wait, press keys and open pages. Tab alone needs neither.
+    """
+    hasty = re.compile(r"\.keyboard\.(?!press\(\"Tab\"\))|\.goto\(|\.reload\(")
+    for path in sorted((ROOT / "tests" / "browser").glob("test_*.py")):
+        assert not hasty.findall(path.read_text()), path.name
+
+
 def test_the_public_list_is_sorted_and_true() -> None:
     assert rewarm.__all__ == sorted(rewarm.__all__)
     for name in rewarm.__all__:

@@ -21,6 +21,8 @@ import pytest
 pytest.importorskip("nicegui", reason="needs the gateway's packages")
 sync_api = pytest.importorskip("playwright.sync_api", reason="needs playwright")
 
+sync_api.expect.set_options(timeout=30_000)  # for two slow cores that do other things as well
+
 BROWSERS = ("chromium", "chromium-browser", "google-chrome")
 FLAGS = [
     "--no-sandbox",
@@ -100,14 +102,31 @@ class Page:
         self.page.goto(self.url + at)
         if at == "/":
             self.page.locator(".rw-input").wait_for()
-        # Until its socket is there, the page shows and does nothing.
-        self.page.wait_for_function("window.did_handshake === true")
+        self.wired()
         return self
 
-    def say(self, words: str) -> None:
-        """Type a message where the focus is, and send it."""
+    def go(self, name: str) -> None:
+        """Follow the link of that name at the top, and return when the page it leads to works."""
+        link = self.page.get_by_role("link", name=name, exact=True)
+        link.click()
+        sync_api.expect(link).to_have_attribute("aria-current", "page")
+        self.wired()
+
+    def wired(self) -> None:
+        """Wait for the page's socket: until it is there, the page shows and does nothing."""
+        self.page.wait_for_function("window.did_handshake === true")
+
+    def press(self, field: Any, *keys: str, words: str = "") -> None:
+        """Type and then press keys in a field that the page itself focuses; before it does, they would go nowhere."""
+        self.wired()
+        sync_api.expect(field).to_be_focused()
         self.page.keyboard.type(words)
-        self.page.keyboard.press("Enter")
+        for key in keys:
+            self.page.keyboard.press(key)
+
+    def say(self, words: str) -> None:
+        """Type a message where the page has put the focus, and send it."""
+        self.press(self.input, "Enter", words=words)
         sync_api.expect(self.mine.last).to_have_text(words)
 
     def ask(self, words: str) -> str:

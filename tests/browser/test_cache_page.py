@@ -78,15 +78,15 @@ def test_it_is_searched_and_sorted(filled: Any, open_page: Open) -> None:
 
 
 def test_a_conversation_is_pinned_with_the_keyboard(filled: Any, open_page: Open, tmp_path: Path) -> None:
-    page = open_page(filled, at="/cache").page
+    opened = open_page(filled, at="/cache")
+    page = opened.page
     pin = page.get_by_role("button", name=f"Pin “{TITLES[1]}”", exact=True)
-    pin.focus()
-    page.keyboard.press("Enter")
+    pin.press("Enter")
     unpin = page.get_by_role("button", name=f"Unpin “{TITLES[1]}”")
     expect(unpin).to_have_attribute("aria-pressed", "true")
     expect(unpin).to_be_focused()
     assert [entry.label for entry in entries(tmp_path / "kv") if entry.pinned] == [f"{1:032x}"]
-    page.reload()
+    opened.open("/cache")
     expect(unpin).to_have_text("Pinned")
     unpin.click()
     expect(pin).to_have_attribute("aria-pressed", "false")

@@ -16,11 +16,10 @@ Open = Callable[..., Any]
 
 
 def to_models(served: Any, open_page: Open, **options: Any) -> Any:
-    page = open_page(served, **options).page
-    page.get_by_role("link", name="Models").click()
-    expect(page.get_by_role("heading", level=1)).to_have_text("Models")
-    page.wait_for_function("window.did_handshake === true")
-    return page
+    opened = open_page(served, **options)
+    opened.go("Models")
+    expect(opened.page.get_by_role("heading", level=1)).to_have_text("Models")
+    return opened.page
 
 
 def test_a_model_is_loaded_and_unloaded_and_tells_its_memory(served: Any, open_page: Open) -> None:

@@ -21,11 +21,6 @@ pytestmark = pytest.mark.browser
 SYSTEM = "You are a calm guide who answers in one short sentence. " + "Say only what you know. " * 20
 
 
-def go(page: Any, name: str) -> None:
-    page.page.get_by_role("link", name=name, exact=True).click()
-    page.page.wait_for_function("window.did_handshake === true")
-
-
 @pytest.mark.engine
 def test_the_story_with_the_bundled_model(
     serve: Callable[..., Any], open_page: Callable[..., Any], bundled_model: Path, tmp_path: Path
@@ -63,10 +58,10 @@ def tell(gateway: Any, open_page: Callable[..., Any], tmp_path: Path) -> None:
     page.at_rest()
     assert re.match(r"Restored \d+ of \d+ tokens from disk", page.notes.last.inner_text())
 
-    go(page, "Cache")
+    page.go("Cache")
     expect(page.page.locator("#rw-main")).to_contain_text("What is the capital of France?")
 
-    go(page, "Settings")
+    page.go("Settings")
     target = tmp_path / "elsewhere"
     page.page.get_by_label("Another folder").fill(str(target))
     page.page.get_by_role("button", name="Check").click()
@@ -79,7 +74,7 @@ def tell(gateway: Any, open_page: Callable[..., Any], tmp_path: Path) -> None:
     size.press("Enter")
     expect(page.page.locator("#rw-main")).to_contain_text("Saved.")
 
-    go(page, "Chat")
+    page.go("Chat")
     page.input.click()
     page.say("And of Spain?")
     page.at_rest()
@@ -91,5 +86,6 @@ def tell(gateway: Any, open_page: Callable[..., Any], tmp_path: Path) -> None:
     expect(dialog).to_contain_text("Frees ")
     dialog.get_by_role("button", name="Delete").click()
     expect(page.page.locator(".rw-title")).to_have_count(0)
-    go(page, "Cache")
-    expect(page.page.locator("#rw-main")).not_to_contain_text("What is the capital of France?")
+    page.go("Cache")
+    # Of what is seen: the page may have listed it while it was being erased, and keeps the row, hidden, for the next.
+    expect(page.page.locator("#rw-main")).not_to_contain_text("What is the capital of France?", use_inner_text=True)
