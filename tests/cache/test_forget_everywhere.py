@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -12,6 +11,7 @@ from rewarm.state.reason import Dropped
 from rewarm.store.forgotten import Forgotten
 from rewarm.testing.driver import Driver, on_disk
 from rewarm.testing.faults import Fault, FaultyDisk
+from waiting import until
 
 CHAT = list(range(22))
 
@@ -38,13 +38,6 @@ def there(here: Driver, disk: FaultyDisk) -> Iterator[Driver]:
     yield driver
     disk.heal()
     driver.close()
-
-
-def eventually(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 20
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
 
 
 def test_a_save_that_waits_elsewhere_is_dropped(here: Driver, there: Driver, disk: FaultyDisk) -> None:
@@ -83,7 +76,7 @@ def test_an_idle_process_takes_note_by_itself(here: Driver, there: Driver) -> No
     here.save(CHAT)
     here.flush()
     here.cache.forget(here.cache.entries()[0])
-    eventually(lambda: len(told) == 1)
+    until(lambda: len(told) == 1)
 
 
 def test_the_same_tokens_sent_again_are_a_new_conversation(here: Driver, there: Driver) -> None:
@@ -98,7 +91,7 @@ def test_the_same_tokens_sent_again_are_a_new_conversation(here: Driver, there: 
         return here.restore([*CHAT, 1]).n_tokens == len(CHAT)
 
     # Until every living process has taken note, which each does within a second or so, it is refused.
-    eventually(saved)
+    until(saved)
     assert there.namespace().find([*CHAT, 1]).n_tokens == len(CHAT)
 
 

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import errno
 import json
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -17,6 +16,7 @@ from rewarm.store.forgotten import Forgotten
 from rewarm.testing.driver import ROOMY, Driver, header_of, holes, on_disk
 from rewarm.testing.fake_engine import FakeEngine, pair, recurrent, window
 from rewarm.testing.faults import Fault, FaultyDisk
+from waiting import until
 
 
 @pytest.fixture
@@ -40,13 +40,6 @@ def other(driver: Driver) -> Iterator[Driver]:
     other = Driver(driver.root, lossy=True)
     yield other
     other.close()
-
-
-def eventually(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 20
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
 
 
 def execute(driver: Driver, sql: str) -> None:
@@ -106,7 +99,7 @@ def test_what_was_never_written_into_the_index_is_a_miss_and_mended(driver: Driv
     match = driver.namespace().find(range(11))
     assert match.reason in (Reason.UNAVAILABLE, Reason.NOTHING_STORED, Reason.DIVERGED, Reason.HIT)
     driver.namespace().restore(match)
-    eventually(lambda: driver.namespace().find(range(11)).n_tokens == 10)
+    until(lambda: driver.namespace().find(range(11)).n_tokens == 10)
     assert driver.restore(range(11)).n_tokens == 10
 
 

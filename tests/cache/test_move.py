@@ -5,8 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -20,6 +19,7 @@ from rewarm.store.moving import MARK, Wishes
 from rewarm.store.settings import Limits
 from rewarm.testing.driver import Driver, on_disk
 from rewarm.testing.faults import Fault, FaultyDisk
+from waiting import until
 
 CONVERSATIONS = [list(range(start, start + 11)) for start in (0, 100, 200)]
 
@@ -216,19 +216,12 @@ def test_a_move_that_was_killed_at_any_step_is_finished_by_the_next(
             move_root(old, new)
     serves(new if at in ("_finish", "remove") else old)
     if at in ("_finish", "remove"):
-        wait_until(lambda: not old.exists())  # opening the new one had it removed
+        until(lambda: not old.exists())  # opening the new one had it removed
         assert not (new / MARK).exists()
     else:
         assert move_root(old, new).finished
         assert not old.exists()
     serves(new)
-
-
-def wait_until(holds: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 20
-    while not holds():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
 
 
 def test_a_whole_copy_that_was_used_is_not_thrown_away(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -15,6 +14,7 @@ from rewarm.state.reason import Dropped
 from rewarm.store.thin import kept
 from rewarm.testing.driver import Driver, on_disk
 from rewarm.testing.fake_engine import FakeEngine, Layer, pair, recurrent, window
+from waiting import until
 
 DAY_S = 86_400.0
 
@@ -47,10 +47,7 @@ def driver(tmp_path: Path, clock: Clock) -> Iterator[Driver]:
 def change(driver: Driver, policy: Policy) -> None:
     """Change the rules, and wait until the writer has seen them."""
     driver.cache.set_policy(policy)
-    deadline = time.monotonic() + 10
-    while driver.cache._writer.policy() != policy:
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
+    until(lambda: driver.cache._writer.policy() == policy)
 
 
 def test_shorter_states_than_the_minimum_are_counted_and_not_saved(driver: Driver) -> None:

@@ -10,7 +10,7 @@ import sqlite3
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -20,6 +20,7 @@ from rewarm.state.reason import Dropped, Reason
 from rewarm.store import rebuild as rebuilding
 from rewarm.store import root as opening
 from rewarm.testing.driver import Driver, on_disk
+from waiting import until
 
 
 @pytest.fixture
@@ -29,13 +30,6 @@ def driver(tmp_path: Path) -> Iterator[Driver]:
     driver.flush()
     yield driver
     driver.cache.close()
-
-
-def eventually(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 20
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
 
 
 def again(driver: Driver, first: int) -> int:
@@ -98,7 +92,7 @@ def test_an_index_on_a_small_file_system_of_its_own(tmp_path: Path) -> None:
         # Right, and there, unless it was what made room, once, for a record on a disk that had said it had some.
         assert driver.restore(range(12)).n_tokens in (0, 4, 8, 11)
         filler.unlink()
-        eventually(lambda: again(driver, 500_000) == 9)
+        until(lambda: again(driver, 500_000) == 9)
         driver.reopen()
         assert driver.cache.verify().is_clean
         driver.close()
@@ -147,7 +141,7 @@ def test_something_else_under_the_indexs_name_is_said_and_left_alone(driver: Dri
         path.rmdir()
     else:
         path.unlink()
-    eventually(lambda: driver.namespace().find(range(12)).n_tokens == 11)
+    until(lambda: driver.namespace().find(range(12)).n_tokens == 11)
     assert again(driver, 300) == 9
     if kind == "link":
         assert (tmp_path / "elsewhere.db").read_bytes() == b""
@@ -178,7 +172,7 @@ def test_an_index_that_breaks_while_open_is_built_anew(driver: Driver) -> None:
         assert match.n_tokens in (0, 11)
         return match.n_tokens == 11 and again(driver, 77_000_000) == 9
 
-    eventually(well)
+    until(well)
     assert driver.restore([*range(20_000, 20_030), 1]).n_tokens == 30
     assert driver.cache.verify().is_clean
 
@@ -204,7 +198,7 @@ def test_a_large_index_is_built_in_the_background(driver: Driver, monkeypatch: p
     match = driver.namespace().find([*range(290_000, 290_030), 1])
     assert match.reason in (Reason.HIT, Reason.NOTHING_STORED, Reason.DIVERGED)
     assert again(driver, 5_000_000) == 9
-    eventually(lambda: driver.cache.store.rebuilt)
+    until(lambda: driver.cache.store.rebuilt)
     driver.flush()
     assert len(driver.cache.entries()) == 31
     for i in range(30):
@@ -226,7 +220,7 @@ def test_a_build_that_was_cut_short_is_finished_by_the_next_open(
     driver.open()
     driver.cache.close()
     driver.open()
-    eventually(lambda: len(driver.cache.entries()) == 30)
+    until(lambda: len(driver.cache.entries()) == 30)
     n_records = len(on_disk(driver.root).records)
     assert driver.cache.verify().n_good == n_records
     assert driver.cache.stats()["files_used"] == n_records

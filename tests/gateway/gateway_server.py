@@ -7,8 +7,6 @@ import json
 import socket
 import sys
 import threading
-import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +15,7 @@ import uvicorn
 
 from rewarm.gateway.app import Gateway, create_app
 from rewarm.gateway.settings import Settings
+from waiting import until
 
 FAKE_WORKER = (sys.executable, str(Path(__file__).with_name("fake_worker.py")))
 
@@ -60,14 +59,6 @@ class Running:
         """What the workers were asked, oldest first."""
         file = self.settings.cache_dir / "asked.jsonl"
         return [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
-
-
-def until(condition: Callable[[], Any], timeout_s: float = 20.0) -> None:
-    """Wait until `condition()`."""
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline, "it did not come true"
-        time.sleep(0.02)
 
 
 def is_alive(pid: int) -> bool:

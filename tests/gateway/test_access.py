@@ -11,12 +11,13 @@ from typing import Any
 
 import httpx
 import pytest
-from gateway_server import Running, until
+from gateway_server import Running
 from pydantic import SecretStr
 
 from rewarm.errors import GatewayError
 from rewarm.gateway.keys import Keys
 from rewarm.gateway.settings import Settings
+from waiting import until
 
 OWNER, GUEST, FRIEND = "owner-key-0123456789", "guest-key-0123456789", "friend-key-012345678"
 

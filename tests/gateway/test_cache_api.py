@@ -11,10 +11,11 @@ import pytest
 
 pytest.importorskip("fastapi", reason="needs the gateway's packages")
 
-from gateway_server import Running, model_folder, until
+from gateway_server import Running, model_folder
 
 from rewarm.gateway.settings import Settings
 from rewarm.testing.driver import ROOMY, Driver
+from waiting import until
 
 WORKER = (sys.executable, str(Path(__file__).with_name("cache_worker.py")))
 MIB = 2**20

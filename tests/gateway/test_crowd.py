@@ -12,7 +12,9 @@ from pathlib import Path
 
 import httpx
 import pytest
-from gateway_server import Running, is_alive, until
+from gateway_server import Running, is_alive
+
+from waiting import until
 
 N_CLIENTS = 8
 N_STEPS = 12

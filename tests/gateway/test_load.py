@@ -15,9 +15,10 @@ from typing import Any
 import httpx
 import psutil
 import pytest
-from gateway_server import Running, until
+from gateway_server import Running
 
 from rewarm.gateway.settings import Settings
+from waiting import until
 
 pytestmark = [
     pytest.mark.engine,

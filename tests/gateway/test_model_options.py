@@ -11,11 +11,12 @@ from typing import Any
 
 import httpx
 import pytest
-from gateway_server import Running, model_folder, until
+from gateway_server import Running, model_folder
 
 from rewarm.gateway.model_options import Options, begins_new_cache, changed, worker_flags
 from rewarm.gateway.models import LLAMA_SERVER, Model
 from rewarm.gateway.settings import Settings
+from waiting import until
 
 MLX = Model("m", lambda _: Path("/m"))
 LLAMA = Model("g", lambda _: Path("/g.gguf"), worker=LLAMA_SERVER)

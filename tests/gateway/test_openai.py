@@ -15,7 +15,9 @@ from typing import Any
 import httpx
 import openai
 import pytest
-from gateway_server import Running, is_alive, until
+from gateway_server import Running, is_alive
+
+from waiting import until
 
 
 def test_models_are_listed_and_none_is_loaded_for_it(running: Running) -> None:

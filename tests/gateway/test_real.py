@@ -10,9 +10,10 @@ from typing import Any
 
 import openai
 import pytest
-from gateway_server import Running, is_alive, until
+from gateway_server import Running, is_alive
 
 from rewarm.gateway.settings import Settings
+from waiting import until
 
 pytestmark = pytest.mark.engine
 

@@ -12,7 +12,9 @@ from pathlib import Path
 
 import httpx
 import pytest
-from gateway_server import FAKE_WORKER, is_alive, model_folder, until
+from gateway_server import FAKE_WORKER, is_alive, model_folder
+
+from waiting import until
 
 Serve = Callable[..., "Served"]
 

@@ -15,10 +15,11 @@ from pathlib import Path
 
 import httpx
 import pytest
-from gateway_server import FAKE_WORKER, Running, is_alive, model_folder, until
+from gateway_server import FAKE_WORKER, Running, is_alive, model_folder
 
 from rewarm.gateway import worker as worker_module
 from rewarm.gateway.settings import Settings
+from waiting import until
 
 needs_proc = pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="looks at /proc")
 

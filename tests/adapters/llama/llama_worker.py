@@ -23,6 +23,7 @@ from rewarm.adapters.llama.raw_folder import RawFolder
 from rewarm.adapters.llama.runner import Runner
 from rewarm.adapters.worker_process import listen
 from rewarm.state.reason import Reason
+from waiting import until
 
 FAKE = Path(__file__).with_name("fake_llama_server.py")
 START_S = 180.0
@@ -169,10 +170,7 @@ class FakeWorker(Client):
     def settle(self, *, at_hand_over: bool = False) -> None:
         """Wait until what was served is stored; or only what was handed over."""
         tier = self.runner.ensure()
-        deadline = time.monotonic() + 20
-        while tier.pool.n_held or (tier.pool.dirty() and not at_hand_over) or not tier.is_settled:
-            assert time.monotonic() < deadline, "slots were not saved"
-            time.sleep(0.01)
+        until(lambda: not (tier.pool.n_held or (tier.pool.dirty() and not at_hand_over) or not tier.is_settled))
         assert self.cache.flush(20)
 
     def actions(self) -> list[str]:

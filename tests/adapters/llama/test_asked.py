@@ -6,7 +6,6 @@ import http.client
 import json
 import threading
 import time
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -19,6 +18,7 @@ from rewarm.adapters.asked import Asked, Mode, read_headers
 from rewarm.adapters.llama.face import Access
 from rewarm.adapters.llama.slot_files import RawFile
 from rewarm.state.reason import Dropped
+from waiting import until
 
 SYSTEM = "You are the guide of a museum, and answer in one sentence. " * 3
 FIRST = "What is the capital of France?"
@@ -32,14 +32,6 @@ def ask(worker: FakeWorker, *texts: str, system: str | None = SYSTEM, headers: d
     assert status == 200, raw
     found: dict[str, Any] = json.loads(raw)
     return found
-
-
-def eventually(is_so: Callable[[], bool]) -> None:
-    """What follows a reply may come a moment after it."""
-    deadline = time.monotonic() + 20
-    while not is_so():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
 
 
 # Off, read-only, on.
@@ -164,7 +156,7 @@ def test_where_the_server_chooses_the_slot_it_finds_nothing_of_others(tmp_path: 
         worker.request("POST", "/infill", {"input_prefix": "x"}, **{"X-Rewarm-Tenant": "bb"})
         assert worker.actions()[-3:] == ["erase", "erase", "/infill"]
         worker.request("POST", "/infill", {"input_prefix": "x"}, **{"X-Rewarm-Tenant": "bb", "X-Rewarm-Cache": "off"})
-        eventually(lambda: worker.actions()[-2:] == ["erase", "erase"])
+        until(lambda: worker.actions()[-2:] == ["erase", "erase"])
 
 
 def test_without_a_cache_nothing_of_another_is_reused(tmp_path: Path) -> None:
@@ -172,10 +164,10 @@ def test_without_a_cache_nothing_of_another_is_reused(tmp_path: Path) -> None:
         ask(worker, FIRST, headers={"X-Rewarm-Tenant": "aa"})
         assert cached(ask(worker, FIRST, headers={"X-Rewarm-Tenant": "bb"})) == 0
         ask(worker, FIRST, headers={"X-Rewarm-Cache": "off"})
-        eventually(lambda: [body["n_predict"] for body in worker.bodies("/completion")][-1:] == [0])
+        until(lambda: [body["n_predict"] for body in worker.bodies("/completion")][-1:] == [0])
         assert cached(ask(worker, FIRST, headers={})) == 0
         worker.request("POST", "/infill", {"input_prefix": "x"}, **{"X-Rewarm-Cache": "off"})
-        eventually(lambda: worker.actions()[-3:] == ["/completion", "/infill", "/completion"])
+        until(lambda: worker.actions()[-3:] == ["/completion", "/infill", "/completion"])
 
 
 # Rules.
@@ -220,10 +212,7 @@ def test_when_states_are_handed_over(tmp_path: Path, when: str, monkeypatch: pyt
 def test_the_pause_that_a_save_costs_others_is_told(tmp_path: Path) -> None:
     with FakeWorker(tmp_path, "--parallel", "2", behaviour={"saves_slowly": True}) as worker:
         worker.chat(FIRST, system=SYSTEM)
-        deadline = time.monotonic() + 20
-        while not any(slot.saving for slot in worker.runner.ensure().pool.all()):
-            assert time.monotonic() < deadline
-            time.sleep(0.01)
+        until(lambda: any(slot.saving for slot in worker.runner.ensure().pool.all()))
         slow = worker.chat("SLOW something else", max_tokens=10)
         assert slow["rewarm"]["stall_s"] > 0
         worker.settle()

@@ -13,6 +13,8 @@ import numpy as np
 import pytest
 from llama_worker import FakeWorker, cached, messages, reply, said, write_gguf
 
+from waiting import until
+
 SYSTEM = "You are the guide of a museum, and answer in one sentence. " * 3
 FIRST = "What is the capital of France?"
 SECOND = "And of Italy?"
@@ -131,10 +133,7 @@ def test_b091_an_engine_that_dies_at_any_moment_leaves_the_store_whole(tmp_path:
             assert (status, json.loads(raw)["error"]["type"]) == (502, "server_error")
         else:
             assert status == 200, "the reply was given before"
-            deadline = time.monotonic() + 20
-            while trap.exists():
-                assert time.monotonic() < deadline
-                time.sleep(0.02)
+            until(lambda: not trap.exists())
             worker.runner.engine.settle()
         again = worker.chat(FIRST, reply(first), SECOND, system=SYSTEM)
         assert again["rewarm"]["disk_tokens"] == cached(again) > 0
@@ -230,10 +229,7 @@ def test_a_forgotten_conversation_is_erased_from_its_slot_too(tmp_path: Path) ->
         worker.settle()
         (entry,) = worker.cache.entries()
         worker.cache.forget(entry)
-        deadline = time.monotonic() + 20
-        while worker.actions()[-1] != "erase":
-            assert time.monotonic() < deadline, "the slot still holds it"
-            time.sleep(0.02)
+        until(lambda: worker.actions()[-1] == "erase")
         assert worker.cache.entries() == []
         again = worker.chat(FIRST, reply(first), SECOND)
         assert cached(again) == 0
@@ -327,10 +323,7 @@ def test_a_cancelled_reply_is_saved_as_far_as_it_came(tmp_path: Path) -> None:
             head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n"
             client.sendall(head.encode() + body)
             assert b"200" in client.recv(64)
-        deadline = time.monotonic() + 20
-        while not worker.cache.entries():
-            assert time.monotonic() < deadline
-            time.sleep(0.02)
+        until(worker.cache.entries)
 
 
 @pytest.mark.parametrize(

@@ -8,13 +8,13 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
 from llama_worker import FAKE, FakeWorker, Process, cached, reply, write_gguf
 
 from rewarm.adapters.llama.proxy import Access
+from waiting import until
 
 SYSTEM = "You are the guide of a museum, and answer in one sentence. " * 3
 
@@ -128,10 +128,7 @@ def test_what_was_said_a_moment_before_the_end_is_kept(tmp_path: Path) -> None:
 def test_a_save_in_progress_at_the_end_is_kept(tmp_path: Path) -> None:
     with FakeWorker(tmp_path, behaviour={"saves_slowly": True}) as worker:
         worker.chat("Hello.", system=SYSTEM)
-        deadline = time.monotonic() + 20
-        while not any(slot.saving for slot in worker.runner.ensure().pool.all()):
-            assert time.monotonic() < deadline
-            time.sleep(0.01)
+        until(lambda: any(slot.saving for slot in worker.runner.ensure().pool.all()))
     with FakeWorker(tmp_path) as worker:
         assert "assistant" in [entry.boundary for entry in worker.cache.entries()]
 
@@ -141,10 +138,7 @@ def test_no_engine_outlives_a_killed_worker(tmp_path: Path, binary: Path) -> Non
     with Process(model, tmp_path / "log", *arguments(tmp_path, binary)) as server:
         pid = json.loads(server.request("GET", "/fake/pid")[2])
         server.process.kill()
-        deadline = time.monotonic() + 20
-        while _runs(pid):
-            assert time.monotonic() < deadline
-            time.sleep(0.05)
+        until(lambda: not _runs(pid))
 
 
 def test_a_worker_of_a_gateway_ends_when_its_input_does(tmp_path: Path, binary: Path) -> None:

@@ -16,6 +16,7 @@ from serving import Server, messages, reply
 
 import rewarm
 from rewarm.cache.epochs import PROBE_LABEL
+from waiting import until
 
 Serve = Callable[..., Server]
 
@@ -23,13 +24,6 @@ pytestmark = pytest.mark.engine
 
 SYSTEM = "You answer in one short sentence. " + "Never repeat the question and never add a note to the answer. " * 24
 """Longer than a block of 256 tokens."""
-
-
-def eventually(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 20
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
 
 
 def cached(answer: dict[str, Any]) -> int:
@@ -96,7 +90,7 @@ def test_what_is_forgotten_leaves_the_engines_memory_too(tiny_model: Path, serve
         first = server.chat("Tell me a secret. " * 20)
         assert cached(server.chat("Tell me a secret. " * 20)) == first["usage"]["prompt_tokens"] - 1
         with rewarm.open(tmp_path / "kv") as cache:
-            eventually(lambda: bool(cache.entries()))
+            until(lambda: bool(cache.entries()))
             cache.clear()
             assert cache.entries() == []
         again = server.chat("Tell me a secret. " * 20)
