@@ -14,6 +14,7 @@ from tokenizers import Tokenizer
 
 
 @pytest.mark.engine
+@pytest.mark.long
 def test_a_conversation_survives_a_restart(bundled_model: Path, home: Path) -> None:
     """The speedup itself is no business of a test, since machines differ; what is evaluated is."""
     models = platformdirs.user_cache_path("rewarm") / "models"

@@ -72,7 +72,7 @@ def test_a_conversation_goes_on_after_the_model_was_unloaded(running: Running) -
 
 def test_a_request_past_the_cache_and_one_that_only_reads(running: Running) -> None:
     (model,) = running.gateway.workers.names
-    text = "Tell of the old radios. " + "They are in the cellar, beside the maps and the clocks. " * 20
+    text = "Tell of the old radios. " + "They are in the cellar, beside the maps and the clocks. " * 6
 
     def ask(**headers: str) -> tuple[int, str]:
         body = {"model": model, "messages": [{"role": "user", "content": text}], "max_tokens": 2, "temperature": 0}
@@ -83,11 +83,10 @@ def test_a_request_past_the_cache_and_one_that_only_reads(running: Running) -> N
     assert ask(**{"X-Rewarm-Cache": "off"}) == (0, "disabled")
     assert ask(**{"X-Rewarm-Cache": "off"}) == (0, "disabled")
     n_shared, _ = ask(**{"X-Rewarm-Conversation": "radios"})
-    assert n_shared < 100
     running.client.post(f"/api/models/{model}/unload")
     before = running.client.get("/api/stats").json()["counters"]["files_used"]
     n_restored, _ = ask(**{"X-Rewarm-Cache": "read-only"})
-    assert n_restored > 200
+    assert n_restored > n_shared + 60
     running.client.post(f"/api/models/{model}/unload")
     assert running.client.get("/api/stats").json()["counters"]["files_used"] == before
     labels = [entry["label"] for entry in running.client.get("/api/entries").json()["entries"]]
