@@ -99,6 +99,17 @@ def test_b006_b007_b027_wherever_a_prompt_leaves_what_is_stored(family: str, tmp
                 assert n_cached >= N_STORED + len(first["tokens"]) - 2, name
                 assert got["tokens"] == live["tokens"]
                 assert np.abs(chances(got) - chances(live)).max() <= 1e-4
+        _again_and_again(server, first["tokens"])
+
+
+def _again_and_again(server: Process, said: list[int]) -> None:
+    """Prompts that leave a slot right where it was restored: what we think it holds, the server must use."""
+    stored = TOKENS[:N_STORED]
+    by_length = {}
+    for prompt in (stored, [*stored, *said, *OTHER], *([*stored, *OTHER], stored) * 3, [*stored, 7], stored):
+        got = complete(server, prompt, "on")
+        assert got["timings"]["cache_n"] >= N_STORED - 4, (len(prompt), got["rewarm"])
+        assert got["tokens"] == by_length.setdefault(len(prompt), got["tokens"])
 
 
 TOLERANCE = dict.fromkeys(FAMILIES, 2e-3)

@@ -286,6 +286,16 @@ def test_a_slot_that_the_server_has_purged_is_restored(tmp_path: Path) -> None:
         assert again["rewarm"]["disk_tokens"] == cached(again) > 0
 
 
+def test_a_slot_that_held_less_than_was_thought_is_told(tmp_path: Path) -> None:
+    with FakeWorker(tmp_path, "--parallel", "1") as worker:
+        cold = worker.chat(FIRST, system=SYSTEM)
+        worker.settle()
+        worker.runner.engine.ask("POST", "/fake/purge", {})
+        again = worker.chat(FIRST, system=SYSTEM)
+        assert (cached(again), again["rewarm"]["reason"]) == (0, "unavailable")
+        assert reply(again) == reply(cold)
+
+
 def test_a_restore_without_effect_is_counted(tmp_path: Path) -> None:
     with FakeWorker(tmp_path) as worker:
         cold = worker.chat(FIRST, system=SYSTEM)

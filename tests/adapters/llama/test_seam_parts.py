@@ -15,7 +15,7 @@ from rewarm.adapters.llama.flags import UnusableFlags
 from rewarm.adapters.llama.identity import Before, Resolved
 from rewarm.adapters.llama.raw_folder import RawFolder
 from rewarm.adapters.llama.slot_file import UnknownLayout, parse_tokens
-from rewarm.adapters.llama.slots import NO_TOKENS, Slot, SlotPool, n_common
+from rewarm.adapters.llama.slots import NO_TOKENS, Point, Slot, SlotPool, n_common
 from rewarm.adapters.worth import Worth
 
 
@@ -213,9 +213,16 @@ def test_a_slot_is_held_by_one_request() -> None:
 
 
 def test_a_state_that_cannot_be_cut_is_usable_at_its_points() -> None:
-    slot = Slot(0, live=tokens(*range(10)), points=(3, 6))
+    slot = Slot(0, live=tokens(*range(10)), points=(Point(3, 3), Point(6, 7)))
     assert slot.usable(tokens(*range(12)), False) == 10
+    assert slot.usable(tokens(*range(10)), False) == 6, "one token is evaluated, and nothing can be cut"
+    assert slot.usable(tokens(*range(10)), True) == 9
     assert slot.usable(tokens(*range(8), 99), False) == 6
+    assert slot.usable(tokens(*range(7), 99), False) == 6
+    assert slot.usable(tokens(*range(6), 99), False) == 3, "the server asks for more than the point's length"
+    assert slot.usable(tokens(*range(7)), False) == 3
+    assert slot.usable(tokens(*range(4)), False) == 3
+    assert slot.usable(tokens(*range(3)), False) == 0
     assert slot.usable(tokens(*range(8), 99), True) == 8
     assert slot.usable(tokens(99), False) == 0
     assert n_common(tokens(1, 2), tokens(1, 2, 3)) == 2

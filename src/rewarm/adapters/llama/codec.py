@@ -68,6 +68,8 @@ class CodecState:
         state: after all tokens.
         points: restore points from the server's checkpoints, shortest first, each complete at its own
             `n_tokens`, all below the state's; none for models whose states can be cut anywhere.
+        gates: for each of `points`, how many tokens a prompt must share with this one, its own last not counted,
+            before the server goes on at that point.
         n_streams: streams in the file: what `from_state` needs for the same server.
     """
 
@@ -75,6 +77,7 @@ class CodecState:
     state: SequenceState
     points: tuple[SequenceState, ...] = ()
     n_streams: int = 1
+    gates: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,7 +121,7 @@ def to_state(slot: SlotFile, n_swa: int = 0) -> CodecState:
     media = {f"{MEDIA}{m.index}": base64.b64encode(m.chunk).decode() for m in slot.media}
     reader = _Reader(form, n_swa, positions, rows, media)
     state = reader.at(n, memory)
-    points = {}
+    points, gates = {}, {}
     for point in slot.checkpoints or ():
         k = point.n_tokens
         if len(point.draft) or len(point.spec):
@@ -129,8 +132,10 @@ def to_state(slot: SlotFile, n_swa: int = 0) -> CodecState:
             points[k] = reader.at(k, slot_file.parse_partial(_view(point.target), slot.version))
             if points[k].layout() != state.layout():
                 raise UnknownLayout("has a checkpoint of another layout than its state")
+            gates[k] = max(k, point.pos_min + n_swa + 1) if memory.swa is not None and point.pos_min else k
     base = memory.base or memory.swa
-    return CodecState(tokens, state, tuple(points[k] for k in sorted(points)), len(base.streams) if base else 1)
+    lengths, n_streams = sorted(points), len(base.streams) if base else 1
+    return CodecState(tokens, state, tuple(points[k] for k in lengths), n_streams, tuple(gates[k] for k in lengths))
 
 
 @dataclass(frozen=True, slots=True)

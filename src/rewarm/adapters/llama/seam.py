@@ -17,7 +17,7 @@ from rewarm.adapters.llama.engine import Engine, EngineGone, Refused
 from rewarm.adapters.llama.prompts import Prompt, uncached
 from rewarm.adapters.llama.slot_files import NoRoom
 from rewarm.adapters.llama.slot_saver import SlotSaver, Stored
-from rewarm.adapters.llama.slots import NO_TOKENS, Slot, SlotPool, Tokens, n_common
+from rewarm.adapters.llama.slots import NO_TOKENS, Point, Slot, SlotPool, Tokens, n_common
 from rewarm.adapters.llama.turns import Turn
 from rewarm.adapters.reports import explain
 from rewarm.adapters.worth import ENOUGH_TOKENS, Worth
@@ -156,7 +156,7 @@ class Tier:
         slot.version += 1
         known = len(prompt.tokens) > 0 and prompt.why_not is Reason.HIT
         n_same = n_common(slot.live, prompt.tokens) if known else 0
-        slot.points = tuple(point for point in slot.points if point <= n_same)
+        slot.points = tuple(self._point(point.n_tokens) for point in slot.points if point.n_tokens <= n_same)
         slot.live = prompt.tokens if known else NO_TOKENS
         slot.n_system, slot.label = prompt.n_system, turn.asked.label
         forgotten = slot.tainted == FORGOTTEN
@@ -164,6 +164,15 @@ class Tier:
         slot.tainted = (
             FORGOTTEN if forgotten else prompt.taint or ("The reply ran out of context" if turn.truncated else "")
         )
+
+    def _point(self, n_tokens: int) -> Point:
+        """A restore point of a slot whose file has not been looked into yet.
+
+        Where the server goes on at a point it replaces it by one of its own, which has no more than the window:
+        of a prompt that leaves the slot right there, it says that the window does not reach far enough.
+        """
+        has_window = self._stored is not None and self._stored.files.n_swa > 0
+        return Point(n_tokens, n_tokens + has_window)
 
     def _holding(self, turn: Turn, prepare: Callable[[], None]) -> Turn:
         try:
@@ -179,7 +188,7 @@ class Tier:
         self._make_ones_own(turn, slot)
         if stored.files.n_streams == 1 and len(self.pool) > 1:
             self._look_whether_purged(slot)
-        n_live = min(slot.usable(tokens, stored.cut_anywhere), len(tokens) - 1)
+        n_live = slot.usable(tokens, stored.cut_anywhere)
         turn.n_memory = n_live
         if n_common(slot.live, tokens) < len(slot.live) or not turn.keeps:
             # What it holds besides is lost now; it is saved if that has not been done.
@@ -245,7 +254,7 @@ class Tier:
             turn.reason, turn.detail = Reason.BUSY, f"The server did not take the stored state: {error}"
         else:
             slot.forget()
-            slot.live, slot.points = tokens, (state.n_tokens,)
+            slot.live, slot.points = tokens, (self._point(state.n_tokens),)
             turn.n_disk, turn.n_memory = state.n_tokens, 0
             self._worth.restored(match.nbytes, time.perf_counter() - start)
 
@@ -285,7 +294,8 @@ class Tier:
             return
         turn.n_ours = int(answer.get("timings", {}).get("prompt_n", n))
         slot.forget()
-        slot.live, slot.n_system, slot.dirty, slot.points = tokens[:n], n, True, (n,)
+        slot.live, slot.n_system, slot.dirty = tokens[:n], n, True
+        slot.points = (self._point(n),)
         self.save(slot)
 
     def _learn(self, turn: Turn) -> None:

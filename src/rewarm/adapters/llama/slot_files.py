@@ -59,6 +59,7 @@ class SlotFiles:
         whole: why files are kept whole, and never looked into; "" when they are.
 
     Attributes:
+        n_swa: the model's sliding window.
         n_streams: streams of the server's cache, as its slot files tell.
         nbytes_per_token: of a slot's file, as far as that is known.
         has_checkpoints: whether the build writes its restore points into slot files, and reads them.
@@ -72,7 +73,7 @@ class SlotFiles:
         self.nbytes_per_token = 0.0
         self._engine = engine
         self._raw = raw
-        self._n_swa = n_swa
+        self.n_swa = n_swa
         self._told: set[str] = set()
 
     def save(self, slot_id: int, n_tokens: int) -> RawFile:
@@ -117,7 +118,7 @@ class SlotFiles:
             if self._whole:
                 raise UnknownLayout(self._whole)
             found = slot_file.parse(memoryview((self._raw.path / file.name).read_bytes()))
-            states = codec.to_state(found, self._n_swa)
+            states = codec.to_state(found, self.n_swa)
             self.n_streams = states.n_streams
             self.has_checkpoints = found.checkpoints is not None
             self._least = (file.n_tokens, file.nbytes)
@@ -176,7 +177,7 @@ class SlotFiles:
             if self._whole:
                 raise UnknownLayout(self._whole)
             slot = slot_file.parse(data)
-            return codec.to_state(slot, self._n_swa) if len(slot.tokens) else None
+            return codec.to_state(slot, self.n_swa) if len(slot.tokens) else None
         except UnknownLayout as error:
             self._tell(f"this model's slot files are kept whole, usable at their own length only: {error}")
         tokens = slot_file.parse_tokens(data).astype(np.int64)

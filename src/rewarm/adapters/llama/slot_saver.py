@@ -17,7 +17,7 @@ from rewarm.adapters.llama.codec import CodecState
 from rewarm.adapters.llama.engine import EngineGone, Refused
 from rewarm.adapters.llama.identity import Before
 from rewarm.adapters.llama.slot_files import NoRoom, RawFile, SlotFiles
-from rewarm.adapters.llama.slots import Slot, SlotPool, Tokens
+from rewarm.adapters.llama.slots import Point, Slot, SlotPool, Tokens
 from rewarm.cache.identity import Identity
 from rewarm.cache.namespace import Namespace
 from rewarm.cache.policy import Policy
@@ -234,7 +234,7 @@ class SlotSaver:
         if self._is_forgotten(unread, found.tokens):
             return  # while it waited
         self._store(found, unread)
-        points = tuple(point.n_tokens for point in found.points)
+        points = tuple(Point(point.n_tokens, gate) for point, gate in zip(found.points, found.gates, strict=True))
         self._pool.learn(unread.slot, unread.version, found.tokens, points)
 
     def _is_forgotten(self, unread: Unread, tokens: Tokens) -> bool:

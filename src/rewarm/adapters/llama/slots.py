@@ -11,6 +11,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -23,6 +24,19 @@ _MIN_GAIN_TOKENS = 16
 """For fewer no other conversation gives up its slot: what all prompts of a template begin with is shorter."""
 
 
+class Point(NamedTuple):
+    """One of the restore points that the server keeps of a slot.
+
+    Attributes:
+        n_tokens: its length.
+        n_shared: how many tokens a prompt must share with the slot, its own last not counted, before the server
+            goes on there: with a window it may be more than the length.
+    """
+
+    n_tokens: int
+    n_shared: int
+
+
 @dataclass(slots=True, eq=False)
 class Slot:
     """One of the server's slots. Changed by whoever holds it, only.
@@ -30,7 +44,7 @@ class Slot:
     Attributes:
         id: the server's number of it.
         live: the tokens whose state it holds, as far as we know.
-        points: lengths at which a state that cannot be cut may be taken up again.
+        points: where a state that cannot be cut may be taken up again.
         dirty: whether it holds something that is not saved.
         tainted: why its cells may not be what its token list says; "" when they are.
         n_system: where the system prompt of its tokens ends, if that is known.
@@ -44,7 +58,7 @@ class Slot:
 
     id: int
     live: Tokens = field(default_factory=lambda: NO_TOKENS)
-    points: tuple[int, ...] = ()
+    points: tuple[Point, ...] = ()
     dirty: bool = False
     tainted: str = ""
     n_system: int = 0
@@ -63,10 +77,11 @@ class Slot:
 
     def usable(self, tokens: Tokens, cut_anywhere: bool) -> int:  # noqa: FBT001 - a property of the model
         """How many of `tokens` the server can reuse from what the slot holds."""
-        n = n_common(self.live, tokens)
+        # The server evaluates one token at least.
+        n = n_common(self.live, tokens[:-1])
         if cut_anywhere or n == len(self.live):
             return n
-        return max((point for point in self.points if point <= n), default=0)
+        return max((point.n_tokens for point in self.points if point.n_shared <= n), default=0)
 
 
 def n_common(left: Tokens, right: Tokens) -> int:
@@ -178,7 +193,7 @@ class SlotPool:
             self.last_release += 1
             self._changed.notify_all()
 
-    def learn(self, slot: Slot, version: int, live: Tokens, points: tuple[int, ...]) -> None:
+    def learn(self, slot: Slot, version: int, live: Tokens, points: tuple[Point, ...]) -> None:
         """Note what an idle slot holds, as its file tells, unless it has been used since `version`."""
         with self._changed:
             if slot.version == version and not slot.held and not slot.tainted:

@@ -80,6 +80,8 @@ class Turn:
         reason, detail = self.reason, self.detail
         if self.n_disk and cached < self.n_disk:
             reason, detail = Reason.UNAVAILABLE, "The server did not use the state that was restored."
+        elif found + _ENOUGH_TOKENS <= self.n_memory:
+            reason, detail = Reason.UNAVAILABLE, "The server did not use what its slot held."
         elif cached and found >= n_prompt - 1:
             reason, detail = Reason.HIT, ""
         return Report(cached, n_disk, cached - n_disk, n_prompt, reason.value, detail, round(self.restore_s, 6))
