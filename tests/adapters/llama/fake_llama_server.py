@@ -2,7 +2,7 @@
 byte of its KV. A wrong state gives a wrong reply.
 
 As a program it takes llama-server's flags. In a prompt, `DIE` ends the process in the middle of the reply,
-`SLOW` makes each token take a while, and `LONG` gives 40 tokens.
+`SLOW` makes each token take a while (`slow_s`), and `LONG` gives 40 tokens.
 """
 
 from __future__ import annotations
@@ -14,11 +14,17 @@ import os
 import sys
 import threading
 import time
+import types
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+
+if __name__ == "__main__":
+    # Some hundred of these are started: without the package's own imports it takes a third of the time.
+    sys.modules["rewarm"] = types.ModuleType("rewarm")
+    sys.modules["rewarm"].__path__ = [str(Path(__file__).parents[3] / "src" / "rewarm")]
 
 from rewarm.adapters.llama import slot_file
 from rewarm.adapters.llama.slot_parts import KvSection, Memory, Plane, SlotFile, Stream
@@ -44,12 +50,13 @@ class Slot:
         self.tokens: list[int] = []
         self.rows = np.zeros((0, WIDTH), "<f4")
         self.salt = 0
+        self.spoiled = False
 
     def cut(self, n: int) -> None:
         self.tokens, self.rows = self.tokens[:n], self.rows[:n]
 
     def evaluate(self, tokens: list[int]) -> None:
-        rows = [self.rows[-1] if len(self.rows) else np.zeros(WIDTH, "<f4")]
+        rows = [self.rows[-1] if len(self.rows) else np.full(WIDTH, self.spoiled, "<f4")]
         for token in tokens:
             rows.append(next_row(rows[-1], token + self.salt))
         self.rows = np.concatenate([self.rows, np.stack(rows[1:])]) if tokens else self.rows
@@ -172,6 +179,7 @@ class Handler(BaseHTTPRequestHandler):
         with slot.lock:
             if action == "erase":
                 slot.cut(0)
+                slot.spoiled = False
                 self._json(200, {"id_slot": number, "n_erased": 0})
             elif action == "save" and self.server.behaviour.get("cannot_save"):
                 self._json(501, {"error": {"message": "This server does not support slots action.", "code": 501}})
@@ -187,6 +195,7 @@ class Handler(BaseHTTPRequestHandler):
                 and any(other.tokens for other in self.server.slots if other is not slot)
             ):
                 slot.cut(0)
+                slot.spoiled = bool(self.server.behaviour.get("refuses_restore"))
                 self._json(400, {"error": {"message": "Unable to restore slot: no room", "code": 400}})
             else:
                 slot.read(path)
@@ -265,7 +274,7 @@ class Handler(BaseHTTPRequestHandler):
             if "DIE" in reply.last and i == 1:
                 os._exit(1)
             if "SLOW" in reply.last:
-                time.sleep(0.1)
+                time.sleep(self.server.behaviour.get("slow_s", 0.1))
         return "".join(pieces)
 
     def _chunk(self, chunk: dict[str, Any]) -> None:

@@ -200,8 +200,11 @@ def test_when_states_are_handed_over(tmp_path: Path, when: str, monkeypatch: pyt
         worker.wait_for_pause()
         time.sleep(0.15)
         assert worker.actions().count("save") == 0, "at once, though something may follow"
-        time.sleep(1.5)
-        assert worker.actions().count("save") == (1 if when == "idle" else 0)
+        if when == "idle":
+            until(lambda: worker.actions().count("save") == 1)
+        else:
+            time.sleep(0.6)
+            assert worker.actions().count("save") == 0
     with FakeWorker(tmp_path) as worker:
         assert "assistant" in [entry.boundary for entry in worker.cache.entries()], "not saved at the end"
 
@@ -331,7 +334,7 @@ def test_progress_is_a_comment_unless_the_client_asked_for_it(tmp_path: Path, as
 
 
 def test_how_far_a_prefill_has_come_is_in_the_stats(tmp_path: Path) -> None:
-    with FakeWorker(tmp_path, behaviour={"reports_progress": True}) as worker:
+    with FakeWorker(tmp_path, behaviour={"reports_progress": True, "slow_s": 0.02}) as worker:
         body = {"messages": messages("SLOW LONG"), "stream": True}
         seen: list[Any] = []
         asking = threading.Thread(target=lambda: worker.request("POST", "/v1/chat/completions", body))

@@ -66,11 +66,11 @@ def test_only_new_tokens_are_written_each_turn(tmp_path: Path) -> None:
 def test_two_conversations_at_once_never_see_each_other(tmp_path: Path) -> None:
     texts = [f"Conversation {i}, which is about {'rivers' if i % 2 else 'mountains'}. SLOW" for i in range(6)]
     (tmp_path / "a").mkdir()
-    with FakeWorker(tmp_path / "a") as worker:
+    with FakeWorker(tmp_path / "a", behaviour={"slow_s": 0.0}) as worker:
         alone = [reply(worker.chat(text, system=SYSTEM, cache_prompt=False)) for text in texts]
     (tmp_path / "b").mkdir()
     for _ in range(2):  # cold, then restored
-        with FakeWorker(tmp_path / "b", "--parallel", "2") as worker:
+        with FakeWorker(tmp_path / "b", "--parallel", "2", behaviour={"slow_s": 0.03}) as worker:
             with ThreadPoolExecutor(6) as threads:
                 together = list(threads.map(lambda text: reply(worker.chat(text, system=SYSTEM)), texts))
             worker.settle()
@@ -252,7 +252,7 @@ def test_a_conversation_that_is_forgotten_during_a_reply_is_not_saved_by_it(tmp_
         assert worker.cache.entries() == []
 
 
-def test_a_restore_that_the_server_refuses_is_served(tmp_path: Path) -> None:
+def test_b041_a_restore_that_the_server_refuses_is_served_and_leaves_nothing(tmp_path: Path) -> None:
     with FakeWorker(tmp_path) as worker:
         cold = worker.chat(FIRST, system=SYSTEM)
         worker.settle()

@@ -120,6 +120,14 @@ def test_what_changes_the_kv_changes_the_identity(tmp_path: Path) -> None:
     assert len(seen) == 16
 
 
+@pytest.mark.parametrize("flag", ["--lora", "--control-vector", "--mmproj"])
+def test_b026_a_file_beside_the_model_that_is_overwritten_is_another_model(tmp_path: Path, flag: str) -> None:
+    model, path = write_gguf(tmp_path / "m.gguf"), write_gguf(tmp_path / "beside.gguf", b"one")
+    before = fingerprint(model, flag, str(path))
+    write_gguf(path, b"two")
+    assert fingerprint(model, flag, str(path)) != before
+
+
 def test_what_does_not_change_it_is_left_out(tmp_path: Path) -> None:
     model = write_gguf(tmp_path / "m.gguf")
     moved = write_gguf(tmp_path / "moved.gguf")

@@ -249,7 +249,10 @@ class Tier:
                 raise
             turn.reason, turn.detail = Reason.UNAVAILABLE, f"The stored state could not be handed over: {error}"
         except Refused as error:
-            slot.forget()
+            # A build may leave in the slot what it had read by then.
+            if not self._erase(slot):
+                turn.from_scratch = True
+                slot.forget()
             turn.n_memory = 0
             turn.reason, turn.detail = Reason.BUSY, f"The server did not take the stored state: {error}"
         else:
