@@ -142,7 +142,7 @@ CHANGES = {
     "another batch": ["-b", "32", "-ub", "32"],
     "RoPE base": ["--rope-freq-base", "50000"],
     "RoPE scale": ["--rope-freq-scale", "0.5"],
-    "YaRN": ["--rope-scaling", "yarn", "--yarn-ext-factor", "1.0", "--yarn-orig-ctx", "256"],
+    "YaRN": ["--rope-scaling", "yarn", "--rope-scale", "4", "--yarn-orig-ctx", "256"],
     "KV type": ["-ctk", "q8_0"],
     "flash attention": ["-fa", "off"],
     "LoRA": ["--lora", "lora.gguf"],
