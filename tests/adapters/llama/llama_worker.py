@@ -48,10 +48,14 @@ class Client:
         finally:
             connection.close()
 
-    def chat(self, *texts: str, system: str | None = None, max_tokens: int = 4, **more: Any) -> dict[str, Any]:
+    def chat(
+        self, *texts: str, system: str | None = None, max_tokens: int = 4, cache: str | None = None, **more: Any
+    ) -> dict[str, Any]:
         """A completion at temperature 0: user and assistant by turns in `texts`."""
         body = {"messages": messages(*texts, system=system), "max_tokens": max_tokens, "temperature": 0, **more}
-        status, _, answer = self.request("POST", "/v1/chat/completions", body)
+        status, _, answer = self.request(
+            "POST", "/v1/chat/completions", body, **({"X-Rewarm-Cache": cache} if cache else {})
+        )
         assert status == 200, answer
         found: dict[str, Any] = json.loads(answer)
         return found

@@ -59,13 +59,12 @@ def flags(kv: Path, *more: str) -> list[str]:
 def told(model: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, object]:
     """What an uninterrupted process said to two turns; and a store in which the first one is kept."""
     folder = tmp_path_factory.mktemp("told")
-    with Process(model, folder / "log", *flags(folder / "other")) as server:
-        first = server.chat(FIRST, system=SYSTEM, max_tokens=12)
-        second = server.chat(FIRST, reply(first), SECOND, system=SYSTEM, max_tokens=12)
-        assert second["rewarm"]["memory_tokens"] == first["usage"]["total_tokens"] - 1
-        other = server.chat("How many legs has a spider?", system=SYSTEM, max_tokens=12)
     with Process(model, folder / "log", *flags(folder / "kv")) as server:
-        assert reply(server.chat(FIRST, system=SYSTEM, max_tokens=12)) == reply(first)
+        first = server.chat(FIRST, system=SYSTEM, max_tokens=12)
+        unsaved = {"system": SYSTEM, "max_tokens": 12, "cache": "read-only"}
+        second = server.chat(FIRST, reply(first), SECOND, **unsaved)
+        assert second["rewarm"]["memory_tokens"] == first["usage"]["total_tokens"] - 1
+        other = server.chat("How many legs has a spider?", **unsaved)
         assert server.terminate() == 0
     return {"kv": folder / "kv", "first": first, "second": second, "other": other}
 
