@@ -14,8 +14,8 @@ them as bytes compares the token ids, and a prefix of bytes is a prefix of token
 
 from __future__ import annotations
 
+import struct
 import threading
-from array import array as plain_array
 from collections import deque
 from collections.abc import Iterable
 from typing import Any, NewType
@@ -51,9 +51,9 @@ def as_tokens(tokens: Iterable[int] | Tokens) -> Tokens:
 
 def _array(tokens: list[int]) -> npt.NDArray[Any]:
     try:
-        # Twice as fast as numpy, which first looks at every token to find out what it is.
-        return np.frombuffer(plain_array("q", tokens), dtype=np.int64)
-    except (OverflowError, TypeError):
+        # Faster than numpy, which first looks at every token to find out what it is; takes integers only.
+        return np.frombuffer(struct.pack(f"{len(tokens)}q", *tokens), dtype=np.int64)
+    except struct.error:
         return np.array(tokens)
 
 
@@ -126,7 +126,10 @@ class Chain:
 
     def blocks(self) -> list[Key]:
         """The keys of all full blocks."""
-        return [self.block(i) for i in range(self.n_blocks)]
+        n = self.n_blocks
+        if n:
+            self.block(n - 1)
+        return self._blocks[:n]
 
     def tail(self, i: int) -> Tokens:
         """The tokens past the first `i` blocks."""
