@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -390,6 +391,21 @@ def test_what_every_prompt_begins_with_is_not_loaded(tmp_path: Path) -> None:
         answer = worker.chat("Another.")
         assert (cached(answer), answer["rewarm"]["reason"]) == (0, "too_short")
         assert "restore" not in worker.actions()
+
+
+def test_an_end_may_come_while_its_threads_are_started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    start, ended = threading.Thread.start, []
+
+    def hasty(thread: threading.Thread) -> None:
+        if thread.name == "rewarm-reader":
+            worker.runner.close(time.monotonic())
+            ended.append(thread)
+        start(thread)
+
+    worker = FakeWorker(tmp_path)
+    monkeypatch.setattr(threading.Thread, "start", hasty)
+    with worker:
+        assert len(ended) == 1
 
 
 def test_slot_files_never_stay(tmp_path: Path) -> None:

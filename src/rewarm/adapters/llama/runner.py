@@ -296,9 +296,10 @@ class Runner:
             return
         saver = threading.Thread(target=self._save_in_pauses, args=(tier,), name="rewarm-saver", daemon=True)
         reader = threading.Thread(target=self._read, args=(tier,), name="rewarm-reader", daemon=True)
-        self._threads = [thread for thread in self._threads if thread.is_alive()] + [reader]
         saver.start()
         reader.start()
+        # Not before: whoever closes meanwhile joins what stands here.
+        self._threads = [thread for thread in self._threads if thread.is_alive()] + [reader]
 
     def _end_reader(self, tier: Tier) -> None:
         if tier.saver is not None:
