@@ -1,18 +1,14 @@
-"""An HTTP handler's plain parts: reading a body, answering with JSON, keys, watching whether a client is there.
+"""An HTTP handler's plain parts: reading a body, answering with JSON, keys.
 
 Knows HTTP and keys; not the engine, not the cache.
 """
 
 from __future__ import annotations
 
-import contextlib
 import hmac
 import http.client
 import json
 import logging
-import select
-import socket
-import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
 from http import HTTPStatus
@@ -173,33 +169,3 @@ def lines(response: http.client.HTTPResponse) -> Iterator[bytes]:
         yield from (line + b"\n" for line in whole)
     if rest:
         yield rest
-
-
-def is_gone(client: socket.socket) -> bool:
-    """Whether a client has closed its side."""
-    try:
-        ready, _, _ = select.select([client], [], [], 0)
-        return bool(ready) and client.recv(1, socket.MSG_PEEK) == b""
-    except (OSError, ValueError):
-        return True
-
-
-@contextlib.contextmanager
-def watching(client: socket.socket, engine: socket.socket) -> Iterator[None]:
-    """Hang up on the engine when the client goes away, so that it stops computing for nobody."""
-    over, done = socket.socketpair()
-
-    def watch() -> None:
-        with contextlib.suppress(OSError, ValueError):
-            ready, _, _ = select.select([client, over], [], [])
-            if over not in ready and client.recv(1, socket.MSG_PEEK) == b"":
-                engine.shutdown(socket.SHUT_RDWR)
-
-    watcher = threading.Thread(target=watch, name="rewarm-watch", daemon=True)
-    watcher.start()
-    try:
-        yield
-    finally:
-        done.close()
-        watcher.join()
-        over.close()

@@ -6,18 +6,20 @@ is the seam's.
 
 from __future__ import annotations
 
+import functools
 import http.client
 import json
 import logging
+import socket
 from collections.abc import Iterable
 from http import HTTPStatus
 from typing import Any
 
-from rewarm.adapters import control
+from rewarm.adapters import control, leaving
 from rewarm.adapters.asked import Asked, Mode, read_headers
 from rewarm.adapters.llama import replies
 from rewarm.adapters.llama.engine import EngineGone
-from rewarm.adapters.llama.face import Access, Face, is_gone, lines, pieces, watching
+from rewarm.adapters.llama.face import Access, Face, lines, pieces
 from rewarm.adapters.llama.prompts import CHAT, CONVERTED, NOT_READ, READ, TEXT, what_taints
 from rewarm.adapters.llama.runner import Runner
 from rewarm.adapters.llama.seam import Tier
@@ -205,7 +207,7 @@ class Handler(Face):
         connection = engine.connect()
         try:
             connection.connect()
-            with watching(self.connection, connection.sock):
+            with leaving.watched(self.connection, functools.partial(connection.sock.shutdown, socket.SHUT_RDWR)):
                 engine.send(connection, self.command, path, body if has_body else None, headers)
                 response = connection.getresponse()
                 if turn is not None:
@@ -213,7 +215,7 @@ class Handler(Face):
                 ours = turn if response.status == HTTPStatus.OK else None
                 self._send(response, ours, shows_progress=shows_progress)
         except (BrokenPipeError, ConnectionResetError, ConnectionRefusedError, http.client.HTTPException) as error:
-            if is_gone(self.connection):
+            if leaving.is_gone(self.connection):
                 raise BrokenPipeError from error
             raise EngineGone(f"The engine ended in the middle of the request ({type(error).__name__}).") from error
         finally:

@@ -16,9 +16,9 @@ from typing import Any
 
 import mlx_lm.server as engine
 
-from rewarm.adapters import control
+from rewarm.adapters import control, leaving
 from rewarm.adapters.asked import Asked, read_headers
-from rewarm.adapters.mlx import bodies, leaving
+from rewarm.adapters.mlx import bodies
 from rewarm.adapters.mlx.provider import NoModel
 from rewarm.adapters.reports import Report
 
