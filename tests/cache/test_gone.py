@@ -186,3 +186,35 @@ def test_a_disk_of_models_that_does_not_answer_holds_no_save_up(world: World, mo
 def test_descriptions_that_make_no_sense_are_nobodys(data: bytes) -> None:
     good = b'{"identity": {"a": 1}, "name": "m", "path": "/m", "last_seen_s": 5}'
     assert looking.gone([(b"1", good), (b"2", data)], lambda _: True) == {}
+
+
+@pytest.mark.parametrize("name", ["a mod\udce9le", "half \ud800"])
+def test_a_model_whose_name_is_no_text_is_kept_and_is_not_gone(name: str, tmp_path: Path) -> None:
+    """On Linux a file name is any bytes: what is no UTF-8 reaches Python as half a surrogate pair."""
+    identity = Identity({"weights": 1}, name=name)
+    identity._path = f"/nowhere/{name}"  # as `from_model` sets it where the file system takes such a name
+    cache = open_cache(tmp_path / "kv", block_tokens=4)
+    namespace = cache.namespace(identity)
+    namespace.save(CHAT, ENGINE.state(CHAT))
+    assert cache.flush(60.0)
+    match = namespace.find([*CHAT, 1])
+    ENGINE.check(namespace.restore(match), CHAT)
+    assert (match.n_tokens, cache.gone()) == (len(CHAT), {})
+    changed = cache.namespace(Identity({"weights": 2}, name=name)).find([*CHAT, 1])
+    assert changed.detail == {"fields": "weights"}
+    cache.close()
+
+
+def test_a_model_in_a_folder_whose_name_is_no_text(tmp_path: Path) -> None:
+    try:
+        model = write_model(tmp_path / "mod\udce9le")
+    except OSError:
+        pytest.skip("this file system takes UTF-8 names only")
+    identity = Identity.from_model(model, memo=Memo(tmp_path / "digests.json"), **SETTINGS)
+    assert identity.wait(60.0)
+    cache = open_cache(tmp_path / "kv", block_tokens=4)
+    namespace = cache.namespace(identity)
+    namespace.save(CHAT, ENGINE.state(CHAT))
+    assert cache.flush(60.0)
+    assert namespace.find([*CHAT, 1]).n_tokens == len(CHAT)
+    cache.close()

@@ -9,7 +9,9 @@ import pytest
 
 from rewarm.cache import memory
 from rewarm.state.reason import Reason
+from rewarm.state.sequence import Opaque
 from rewarm.testing.driver import Driver
+from rewarm.testing.fake_engine import FakeEngine, pair, recurrent, window
 
 MIB = 2**20
 
@@ -52,5 +54,24 @@ def test_more_than_is_free_is_refused_before_it_is_allocated(tmp_path: Path, mon
     state = driver.namespace().restore(match)
     assert (state.n_tokens, state.reason) == (0, Reason.BUSY)
     monkeypatch.undo()
+    assert driver.restore(range(10)).n_tokens == 9
+    driver.close()
+
+
+def test_opaque_tensors_larger_than_what_is_free_are_refused_before_they_are_allocated(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    driver = Driver(tmp_path / "kv", FakeEngine(layers=(pair(), window(), recurrent((512, 64)))), lossy=True)
+    driver.save(range(9))
+    driver.flush()
+    match = driver.find(range(10))
+    opaque = sum(
+        tensor.array.nbytes for tensor in driver.engine.state(range(9)).tensors.values() if isinstance(tensor, Opaque)
+    )
+    assert opaque > match.nbytes  # rows and windows alone would fit
+    monkeypatch.setattr("rewarm.cache.assemble.free_memory", lambda: opaque - 1)
+    state = driver.namespace().restore(match)
+    assert (state.n_tokens, state.reason) == (0, Reason.BUSY)
+    monkeypatch.setattr("rewarm.cache.assemble.free_memory", lambda: opaque)
     assert driver.restore(range(10)).n_tokens == 9
     driver.close()

@@ -14,6 +14,7 @@ from functools import partial
 import numpy as np
 import numpy.typing as npt
 
+from rewarm.cache.memory import free_memory
 from rewarm.errors import RecordError
 from rewarm.format.record import Header
 from rewarm.state.chain import Chain, Key
@@ -145,6 +146,7 @@ class Assembly:
             return places
         if header.n != plan.n or header.key != self._chain.point(plan.n) or header.read_layout() != self._layout:
             raise ForeignRecord(Key(header.key), "is no point at the length that is asked for")
+        _check_room(header)
         for spec in self._layout.windows:
             target = self._arrays[spec.name][_along(spec, 0, spec.window_rows(plan.n))]
             if places[spec.name].shape == target.shape:
@@ -239,6 +241,18 @@ class Assembly:
             else:
                 tensors[spec.name] = Opaque(array, dtype)
         return tensors
+
+
+def _check_room(header: Header) -> None:
+    """Opaque tensors are in no layout's sum of bytes: only the point that holds them says how large they are.
+
+    Raises:
+        MemoryError: there is less room than they take.
+    """
+    needed = sum(entry.length for entry in header.tensors if entry.kind == Kind.OPAQUE.value)
+    free = free_memory() if needed else None
+    if free is not None and needed > free:
+        raise MemoryError(f"opaque tensors of {needed} bytes, {free} are free")
 
 
 def _along(spec: TensorSpec, first: int, end: int) -> tuple[slice, ...]:

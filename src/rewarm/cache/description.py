@@ -11,6 +11,7 @@ from typing import Any
 
 import msgspec
 
+from rewarm.cache.digest_memo import printable
 from rewarm.cache.identity import Identity
 from rewarm.state.identity import differing, from_json, to_json
 
@@ -68,7 +69,10 @@ def describe(identity: Identity, now_s: float, before: bytes | None = None) -> b
     """
     known = read_description(before)
     epochs = known.epochs if known is not None else ()
-    return Description(to_json(identity.fields), identity.name, round(now_s, 3), identity.path, epochs).encode()
+    path = identity.path
+    if path is not None and printable(path) != path:
+        path = None  # another path than the model's would say that the model is gone
+    return Description(to_json(identity.fields), identity.name, round(now_s, 3), path, epochs).encode()
 
 
 def model_name(description: bytes) -> str | None:

@@ -63,7 +63,7 @@ class Memo:
 
     def get(self, real: str, facts: Facts) -> str | None:
         """The digest, in hex, of the file at `real`; None when it is not known, or the file has changed since."""
-        entry = self._read().get(_printable(real))
+        entry = self._read().get(printable(real))
         return entry[5] if entry is not None and entry[:5] == facts else None
 
     def put(self, real: str, facts: Facts, digest: str) -> None:
@@ -72,8 +72,8 @@ class Memo:
             return
         with _writing:
             files = self._read()
-            files.pop(_printable(real), None)
-            files[_printable(real)] = (*facts, digest)
+            files.pop(printable(real), None)
+            files[printable(real)] = (*facts, digest)
             for oldest in list(files)[: -self._max_entries]:
                 del files[oldest]
             try:
@@ -111,8 +111,11 @@ def _check(files: dict[str, Entry]) -> str:
     return blake3(msgspec.json.encode(files)).hexdigest()
 
 
-def _printable(path: str) -> str:
-    """A path that JSON can hold; two that look alike are told apart by inode and device."""
+def printable(path: str) -> str:
+    """A path, or a name out of one, that JSON can hold: file names need not be text.
+
+    Two that look alike then are told apart by other means: of files, by inode and device.
+    """
     return path.encode("utf-8", "backslashreplace").decode()
 
 

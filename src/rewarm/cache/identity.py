@@ -18,7 +18,7 @@ import numpy as np
 from blake3 import blake3
 
 from rewarm.cache import model_files
-from rewarm.cache.digest_memo import Memo
+from rewarm.cache.digest_memo import Memo, printable
 from rewarm.cache.model_files import Model, NoIdentity
 from rewarm.state import identity as canonical
 from rewarm.state.identity import Fields, Value
@@ -200,7 +200,7 @@ class Identity:
         return f"Identity({self._name!r}, {state})"
 
     def _prepare(self, name: str | None) -> None:
-        self._name = name
+        self._name = None if name is None else printable(name)
         self._path: str | None = None
         self._fields: Mapping[str, Value] = {}
         self._fingerprint: bytes | None = None
