@@ -13,7 +13,7 @@ from typer.testing import CliRunner, Result
 import rewarm
 from rewarm.cli import consent
 from rewarm.cli.app import app
-from rewarm.errors import RootError
+from rewarm.errors import EngineError, RootError
 from rewarm.testing.driver import on_disk
 from rewarm.testing.fake_engine import FakeEngine, pair
 
@@ -174,6 +174,48 @@ def test_forget_erases_what_only_the_entries_need(root: Path) -> None:
     assert set(entries(root)) == {"other", ODD}
     assert run("forget", "other", ODD, "--yes", "--dir", root).exit_code == 0
     assert on_disk(root).records == ()
+
+
+def test_models_names_the_bundled_file_its_bytes_and_what_is_kept_of_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    models = pytest.importorskip("rewarm.gateway.models", reason="needs the gateway's packages")
+    file = tmp_path / "Tiny-Instruct.Q4_1.gguf"
+    file.write_bytes(b"GGUF" + bytes(996))
+    monkeypatch.setattr(models.gguf, "path", lambda: file)
+    monkeypatch.setattr(models.gguf, "has_engine", lambda: True)
+    monkeypatch.setenv("REWARM_ENGINE", "llama")
+    monkeypatch.setenv("REWARM_DISCOVER", "")
+    engine = FakeEngine(1, (pair(),))
+    with rewarm.open(tmp_path / "kv", block_tokens=4) as cache:
+        identity = rewarm.Identity.from_model(file, engine="llama.cpp")  # named as a worker names it
+        space = cache.namespace(identity)
+        assert identity.wait(30)
+        space.save(TOKENS, engine.state(TOKENS))
+        assert cache.flush(30)
+    told = json.loads(run("models", "--dir", tmp_path / "kv", "--json").stdout)
+    (model,) = told["models"]
+    assert (model["source"], model["path"], model["nbytes"]) == ("bundled", str(file), 1000)
+    assert [kept["fingerprint"] for kept in model["kept"]] == [identity.fingerprint]
+    assert told["others"] == []
+    assert "1000 B" in run("models", "--dir", tmp_path / "kv").stdout
+
+
+@pytest.mark.parametrize("lacking", ["weights", "engine"])
+def test_models_says_why_the_bundled_one_cannot_be_loaded(monkeypatch: pytest.MonkeyPatch, lacking: str) -> None:
+    models = pytest.importorskip("rewarm.gateway.models", reason="needs the gateway's packages")
+
+    def gone() -> Path:
+        raise EngineError("The bundled model is not installed.")
+
+    monkeypatch.setattr(models.gguf, "path", gone if lacking == "weights" else lambda: Path("m.gguf"))
+    monkeypatch.setattr(models.gguf, "has_engine", lambda: lacking != "engine")
+    monkeypatch.setenv("REWARM_ENGINE", "llama")
+    monkeypatch.setenv("REWARM_DISCOVER", "")
+    (model,) = json.loads(run("models", "--json").stdout)["models"]
+    assert "not installed" in model["why_not"]
+    with pytest.raises(EngineError, match="not installed"):
+        models.find_models(models.Settings())[0].prepare(lambda _part, _what: None)
 
 
 def test_forget_asks_and_does_nothing_unasked(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -82,7 +82,7 @@ def find_models(settings: Settings) -> list[Model]:
     """
     found: list[Model] = []
     if settings.bundled:
-        found.append(_bundled(settings.engine))
+        found.append(_bundled(settings.engine, is_checked=settings.worker_command is None))
     given = [one for path in dict.fromkeys(_plain(path) for path in settings.models) for one in _given(path)]
     elsewhere = discovery.discover(settings.discover)
     seen = {one.path.resolve() for one in given}
@@ -133,14 +133,34 @@ def _refusing(why_not: str) -> Callable[[Progress], Path]:
     return refuse
 
 
-def _bundled(engine: str) -> Model:
-    """The model that comes with rewarm. llama.cpp reads its file as it is, and is several times quicker on a CPU."""
+def _bundled(engine: str, *, is_checked: bool) -> Model:
+    """The model that comes with rewarm. llama.cpp reads its file as it is, and is several times quicker on a CPU.
+
+    Args:
+        engine: what runs it: `mlx`, `llama`, `auto`.
+        is_checked: whether rewarm's own engines run it: what they lack is said before it is loaded.
+    """
     if engine == "llama" or (engine == "auto" and gguf.is_preferred()):
-        command = (*LLAMA_SERVER, *gguf.FLAGS)
+        path, why_not = _bundled_file()
+        why_not = (why_not or missing_engine(discovery.GGUF)) if is_checked else ""
         return Model(
-            gguf.NAME, lambda _progress: gguf.path(), is_bundled=True, worker=command, source=discovery.BUNDLED
+            gguf.NAME,
+            _refusing(why_not) if why_not else lambda _progress: gguf.path(),
+            is_bundled=True,
+            worker=(*LLAMA_SERVER, *gguf.FLAGS),
+            path=path,
+            source=discovery.BUNDLED,
+            why_not=why_not,
         )
-    return Model(bundled.NAME, bundled.ensure, is_bundled=True, source=discovery.BUNDLED)
+    return Model(bundled.NAME, bundled.ensure, is_bundled=True, path=bundled.place(), source=discovery.BUNDLED)
+
+
+def _bundled_file() -> tuple[Path | None, str]:
+    """The bundled model's GGUF file, or why there is none."""
+    try:
+        return gguf.path(), ""
+    except EngineError as error:
+        return None, str(error)
 
 
 def check_gguf(path: Path) -> Path:

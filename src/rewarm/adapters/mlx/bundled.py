@@ -53,10 +53,10 @@ def ensure(progress: Progress | None = None, folder: Path | None = None) -> Path
     Raises:
         EngineError: the package with the weights is not installed, or the conversion failed.
     """
-    models = folder if folder is not None else platformdirs.user_cache_path("rewarm") / "models"
-    target = models / NAME
+    target = place(folder)
     if is_whole(target):
         return target
+    models = target.parent
     source = find_gguf()
     models.mkdir(parents=True, exist_ok=True)
     _remove_stale(models)
@@ -68,6 +68,11 @@ def ensure(progress: Progress | None = None, folder: Path | None = None) -> Path
     finally:
         shutil.rmtree(work, ignore_errors=True)
     return target
+
+
+def place(folder: Path | None = None) -> Path:
+    """Where the bundled model's folder is, or will be once it is made: in `folder`, or the user's cache folder."""
+    return (folder if folder is not None else platformdirs.user_cache_path("rewarm") / "models") / NAME
 
 
 def is_whole(target: Path) -> bool:
