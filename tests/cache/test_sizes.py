@@ -9,7 +9,7 @@ import pytest
 
 from rewarm.cache.policy import Policy
 from rewarm.store.entries import Entries
-from rewarm.testing.driver import Driver
+from rewarm.testing.driver import Driver, on_disk
 from rewarm.testing.fake_engine import FakeEngine, Layer, pair, recurrent, window
 
 KINDS: dict[str, tuple[Layer, ...]] = {
@@ -40,6 +40,39 @@ def test_all_at_once_is_what_each_one_is(tmp_path: Path, kind: str, thin: bool, 
         assert entry.own_nbytes == exact._index.path_nbytes(own)
         assert entry.nbytes == exact._index.path_nbytes([*exact.path([key]).union(own)])
         assert driver.cache.forget(entry, dry_run=True).nbytes == entry.own_nbytes
+    driver.close()
+
+
+@pytest.mark.parametrize("at_once", [True, False], ids=["at-once", "one-by-one"])
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("seed", range(6))
+def test_several_forgotten_at_once_are_their_exact_union(tmp_path: Path, kind: str, seed: int, at_once: bool) -> None:
+    chance = random.Random(seed)
+    driver = Driver(tmp_path / "kv", FakeEngine(layers=KINDS[kind]), policy=Policy(thin=seed % 2 == 0), lossy=True)
+    saved: list[list[int]] = []
+    for _ in range(20):
+        start = chance.choice(saved) if saved and chance.random() < 0.9 else []
+        start = start[: chance.randint(0, len(start))] if chance.random() < 0.4 else start
+        tokens = [*start, *(chance.randint(0, 2) for _ in range(chance.randint(1, 9)))]
+        driver.save(tokens, boundary=chance.choice(["assistant", "assistant", "system"]))
+        driver.flush()
+        saved.append(tokens)
+    while entries := driver.cache.entries():
+        some = chance.sample(entries, min(len(entries), chance.randint(1, 4)))
+        told = driver.cache.forget(*some, dry_run=True)
+        assert driver.cache.forget(*reversed(some), *some, dry_run=True) == told
+        before = on_disk(driver.root)
+        assert {each.id for each in driver.cache.entries()} == {each.id for each in entries}
+        if at_once:
+            assert driver.cache.forget(*some) == told
+        else:
+            one_by_one = [driver.cache.forget(each) for each in some]
+            assert sum(each.nbytes for each in one_by_one) == told.nbytes
+        after = on_disk(driver.root)
+        assert (before.n_files - after.n_files) == told.n_files
+        assert {each.id for each in driver.cache.entries()} == {e.id for e in entries} - {e.id for e in some}
+    assert on_disk(driver.root).records == ()
+    assert driver.cache.verify().is_clean
     driver.close()
 
 

@@ -176,6 +176,19 @@ def test_forget_erases_what_only_the_entries_need(root: Path) -> None:
     assert on_disk(root).records == ()
 
 
+def test_a_dry_run_over_several_entries_names_the_exact_union(root: Path) -> None:
+    before = bytes_under(root)
+    alone = [json.loads(run("forget", name, "--dry-run", "--dir", root, "--json").stdout) for name in ("talk", "other")]
+    dry = json.loads(run("forget", "talk", "other", "talk", "--dry-run", "--dir", root, "--json").stdout)
+    assert dry["n_files"] > sum(each["n_files"] for each in alone)  # what only both need goes with both
+    said = run("forget", "talk", "other", "--dry-run", "--dir", root).stdout
+    assert f"Would erase {dry['n_files']} files" in said
+    assert bytes_under(root) == before
+    real = json.loads(run("forget", "talk", "other", "--yes", "--dir", root, "--json").stdout)
+    assert (dry["n_files"], dry["nbytes"]) == (real["n_files"], real["nbytes"])
+    assert len(before) - len(bytes_under(root)) == dry["n_files"]
+
+
 def test_models_names_the_bundled_file_its_bytes_and_what_is_kept_of_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

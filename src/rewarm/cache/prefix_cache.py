@@ -198,10 +198,14 @@ class PrefixCache:
         name = _entry_id(what) if isinstance(what, Entry) or len(what) == 32 else _hex(what, 32, "a fingerprint")
         self.store.keep(name, ttl_s)
 
-    def forget(self, entry: Entry | str, *, dry_run: bool = False) -> Removal:
-        """Erase an entry and every record that only it needs; what waits to be written is written first."""
+    def forget(self, *entries: Entry | str, dry_run: bool = False) -> Removal:
+        """Erase entries and every record that only they need; what waits to be written is written first.
+
+        Several go at once: what they share and nobody else needs goes too, and counts once.
+        """
+        ids = [_entry_id(each) for each in entries]
         self._writer.flush(FLUSH_S, held=False)
-        removal = self.store.forget(_entry_id(entry), dry_run=dry_run)
+        removal = self.store.forget(*ids, dry_run=dry_run)
         self._writer.flush(FLUSH_S, held=False)
         return removal
 

@@ -102,9 +102,8 @@ class PageModels:
         def look() -> Kept:
             with self._disk_cache.use() as cache:
                 found = [entry for entry in cache.entries() if entry.label == label]
-                removed: list[Removal] = [cache.forget(entry, dry_run=dry_run) for entry in found]
-            n_files, nbytes = sum(each.n_files for each in removed), sum(each.nbytes for each in removed)
-            return Kept(len(found), n_files, nbytes)
+                removal = cache.forget(*found, dry_run=dry_run) if found else Removal()
+            return Kept(len(found), removal.n_files, removal.nbytes)
 
         try:
             return await asyncio.to_thread(look)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from rewarm.state.chain import Chain, Key, common_prefix, from_ordered, ordered
@@ -77,6 +77,14 @@ class End:
     parent: Key
     tail: bytes
     n: int
+
+
+@dataclass(slots=True)
+class _Apart:
+    """What counts as gone already while it is worked out what goes with it: entries, and records by their keys."""
+
+    entries: list[bytes] = field(default_factory=list)
+    records: dict[Key, Child] = field(default_factory=dict)
 
 
 _COLUMNS = 'id, "end", parent, tail, n, label, boundary, pinned'
@@ -227,18 +235,29 @@ class Entries:
         children = [child for child in self._index.children(block) if child.key != but]
         return bool(children) or self.ends_at(block) > 0
 
-    def own(self, entry_id: bytes) -> list[Child]:
-        """The records that only this entry needs, deepest first; over the holes that damage has left."""
+    def own(self, *entry_ids: bytes) -> list[Child]:
+        """The records that only these entries need, each entry's deepest first; over the holes that damage has left.
+
+        What several of them share is among them when nobody else needs it, and is there once.
+        """
+        apart = _Apart()
+        for entry_id in entry_ids:
+            apart.entries.append(entry_id)
+            own = self._own(entry_id, apart)
+            apart.records.update((child.key, child) for child in own)
+        return list(apart.records.values())
+
+    def _own(self, entry_id: bytes, apart: _Apart) -> list[Child]:
         found = self._index.one(f"SELECT {_COLUMNS} FROM entries WHERE id = ?", (entry_id,))
         if found is None:
             return []
         own: list[Child] = []
         parent, tail, below = Key(found[2]), found[3], None
         while True:
-            here, shared = self._own_under(parent, tail, below, entry_id)
+            here, shared = self._own_under(parent, tail, below, apart)
             own += here
             block, row, hole = self._index.child(parent), self._index.row(parent), self._index.hole(parent)
-            if shared or self._others_end(parent, entry_id) or (row is None and hole is None):
+            if shared or self._others_end(parent, apart) or (row is None and hole is None):
                 return own
             if block is not None and row is not None:
                 own.append(block)
@@ -246,19 +265,19 @@ class Entries:
             elif hole is not None:
                 parent, tail, below = hole[0], hole[1], parent
 
-    def _own_under(self, parent: Key, tail: bytes, below: Key | None, entry_id: bytes) -> tuple[list[Child], bool]:
-        """This entry's own points under `parent`, deepest first, and whether others hang there too."""
-        children = [child for child in self._index.children(parent) if child.key != below]
+    def _own_under(self, parent: Key, tail: bytes, below: Key | None, apart: _Apart) -> tuple[list[Child], bool]:
+        """An entry's own points under `parent`, deepest first, and whether others hang there too."""
+        children = [c for c in self._index.children(parent) if c.key != below and c.key not in apart.records]
         mine = [c for c in children if c.is_point and tail.startswith(c.tokens)]
-        mine = [c for c in mine if not self._others_end(c.key, entry_id)]
+        mine = [c for c in mine if not self._others_end(c.key, apart)]
         others = [c for c in children if c not in mine]
         fork = max((_common(tail, other.tokens) for other in others), default=-1)
         own = [c for c in mine if len(from_ordered(c.tokens)) > fork]
         return sorted(own, key=lambda child: -child.n), bool(others)
 
-    def _others_end(self, key: Key, entry_id: bytes) -> bool:
-        sql = 'SELECT EXISTS (SELECT 1 FROM entries WHERE "end" = ? AND id != ?)'
-        return bool(self._index.one(sql, (key, entry_id))[0])
+    def _others_end(self, key: Key, apart: _Apart) -> bool:
+        ends = self._index.rows('SELECT id FROM entries WHERE "end" = ?', (key,))
+        return any(row[0] not in apart.entries for row in ends)
 
     def path(self, entry_ids: Iterable[bytes] | None = None) -> set[Key]:
         """Every record on the paths of the given entries, or of the pinned ones."""

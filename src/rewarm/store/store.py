@@ -294,13 +294,13 @@ class Store:
         rows = (reader.row(key) for key in Entries(reader).path([bytes.fromhex(entry_id)]))
         return sorted((row for row in rows if row is not None), key=lambda row: (row.n, row.name.is_point))
 
-    def forget(self, entry_id: str, *, dry_run: bool) -> Removal:
-        """Erase an entry and every record that only it needs."""
-        key = bytes.fromhex(entry_id)
+    def forget(self, *entry_ids: str, dry_run: bool) -> Removal:
+        """Erase entries and every record that only they need, all at once."""
+        keys = [bytes.fromhex(entry_id) for entry_id in entry_ids]
 
         def collect() -> list[Row]:
-            own = [self._root.index.row(child.key) for child in self._root.entries.own(key)]
-            if not dry_run:
+            own = [self._root.index.row(child.key) for child in self._root.entries.own(*keys)]
+            for key in () if dry_run else keys:
                 self._root.entries.delete(key)
             return [row for row in own if row is not None]
 
@@ -308,7 +308,7 @@ class Store:
             if dry_run:
                 return Removal().add(collect())
             removed = self._root.remover.erase(collect)
-            self._unpin([entry_id])
+            self._unpin(entry_ids)
             self.erase_log(due=True)
             return removed
 
