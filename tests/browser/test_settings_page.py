@@ -100,7 +100,9 @@ def test_rules_are_changed_and_survive_a_restart(filled: Any, open_page: Open) -
     page.get_by_label("When to save").select_option("When the model is idle")
     page.get_by_label("When to restore").select_option("Always")
     page.get_by_role("switch", name="Save at second sight").check()
-    expect(page.locator(".rc-said:visible", has_text="Saved.")).to_have_count(7)
+    expect(page.get_by_role("switch", name="Thin out restore points")).not_to_be_checked()
+    page.get_by_role("switch", name="Thin out restore points").check()
+    expect(page.locator(".rc-said:visible", has_text="Saved.")).to_have_count(8)
     assert told(filled, "loading")["idle_unload_s"] == 1200
     policy = told(filled)["policy"]
     assert policy == {
@@ -111,6 +113,7 @@ def test_rules_are_changed_and_survive_a_restart(filled: Any, open_page: Open) -
         "save_at": "idle",
         "load": "always",
         "second_sight": True,
+        "thin": True,
     }
     filled.stop()
     filled.start()
@@ -120,6 +123,7 @@ def test_rules_are_changed_and_survive_a_restart(filled: Any, open_page: Open) -
     expect(page.get_by_label("When to save")).to_have_value("idle")
     expect(page.get_by_label("Unload when idle, after minutes")).to_have_value("20")
     expect(page.get_by_role("switch", name="Save at second sight")).to_be_checked()
+    expect(page.get_by_role("switch", name="Thin out restore points")).to_be_checked()
     expect(type_in(page, "Forget after, in days", "")).to_have_text("Saved.")
     assert told(filled)["policy"]["keep_days"] is None
 

@@ -113,6 +113,11 @@ class SettingsPage:
                 "Only what is seen a second time is written: spares the disk prompts that never come back.",
                 lambda is_on: self._rule(second_sight=is_on),
             )
+            self._thin = SwitchSetting(
+                "Thin out restore points",
+                "Of models whose state cannot be cut, such as those with windows: the newest stay, older ones go.",
+                lambda is_on: self._rule(thin=is_on),
+            )
             self._budget = TextSetting(
                 "Write at most, a day",
                 "Spares an SSD. Empty: no limit.",
@@ -206,6 +211,7 @@ class SettingsPage:
         self._load.show(policy["load"])
         self._min_tokens.show(f"{policy['min_tokens']:,}")
         self._second_sight.show(policy["second_sight"])
+        self._thin.show(policy["thin"])
         budget, keep_days = policy["write_bytes_per_day"], policy["keep_days"]
         self._budget.show("" if budget is None else words.size(budget))
         self._keep_days.show("" if keep_days is None else f"{keep_days:g}")
