@@ -77,3 +77,47 @@ def test_a_folder_with_other_files_keeps_its_mode_and_what_we_make_in_it_is_priv
     for path in root.iterdir():
         if path.name not in ("notes.txt", "CACHEDIR.TAG"):
             assert stat.S_IMODE(path.stat().st_mode) & 0o077 == 0, path
+
+
+def become(path: Path, what: str) -> None:
+    """Put something else under the name of a small file: a pipe that nobody writes to, or more than memory holds."""
+    path.unlink()
+    if what == "pipe":
+        os.mkfifo(path)
+        return
+    with path.open("wb") as file:
+        file.truncate(2**40)
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="no named pipes here")
+@pytest.mark.parametrize("what", ["pipe", "huge"])
+def test_settings_that_became_a_pipe_or_huge_are_said_and_hold_nobody_up(tmp_path: Path, what: str) -> None:
+    driver = Driver(tmp_path / "root")
+    tokens = list(range(12))
+    driver.save(tokens)
+    driver.flush()
+    right = (driver.root / "store.json").read_bytes()
+    become(driver.root / "store.json", what)
+    with pytest.raises(rewarm.SettingsError, match=r"store\.json cannot be read"):
+        driver.cache.settings()
+    assert driver.restore([*tokens, 99]).n_tokens == len(tokens)
+    driver.close()
+    with pytest.raises(rewarm.SettingsError, match=r"store\.json cannot be read"):
+        rewarm.open(driver.root)
+    (driver.root / "store.json").unlink()
+    (driver.root / "store.json").write_bytes(right)
+    driver.open()
+    assert driver.restore([*tokens, 99]).n_tokens == len(tokens)
+    driver.close()
+
+
+def test_an_identity_that_became_huge_harms_nobody(tmp_path: Path) -> None:
+    driver = Driver(tmp_path / "root")
+    tokens = list(range(12))
+    driver.save(tokens)
+    driver.flush()
+    driver.close()
+    become(next(driver.root.glob("*/identity.json")), "huge")
+    driver.open()
+    assert driver.restore([*tokens, 99]).n_tokens == len(tokens)
+    driver.close()

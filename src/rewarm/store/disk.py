@@ -10,6 +10,7 @@ import contextlib
 import errno
 import os
 import shutil
+import stat
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -53,6 +54,26 @@ def patiently(operation: Callable[[], T]) -> T:
             if SHARES_FILES or time.monotonic() > end:
                 raise
             time.sleep(0.01)
+
+
+MAX_SMALL_NBYTES = 64 * 2**20
+"""What a settings or identity file may have at most: pins and times to live make one of many entries long."""
+
+
+def read_small(path: Path) -> bytes:
+    """The bytes of a settings or identity file; a pipe is not waited for, and nothing huge is read.
+
+    Raises:
+        OSError: it cannot be read, is no plain file, or is larger than `MAX_SMALL_NBYTES`.
+    """
+    fd = os.open(path, os.O_RDONLY | _BINARY | _CLOEXEC | _NONBLOCK)
+    with os.fdopen(fd, "rb") as stream:
+        status = os.fstat(fd)
+        if not stat.S_ISREG(status.st_mode):
+            raise OSError(errno.EINVAL, "it is no plain file")
+        if status.st_size > MAX_SMALL_NBYTES:
+            raise OSError(errno.EFBIG, "it is too large")
+        return stream.read(MAX_SMALL_NBYTES)
 
 
 class Disk:

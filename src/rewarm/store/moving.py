@@ -20,7 +20,7 @@ import msgspec
 import psutil
 
 from rewarm.errors import DamagedRecord, IndexFault, NewerFormat, RootError
-from rewarm.store.disk import Disk
+from rewarm.store.disk import Disk, read_small
 from rewarm.store.files import RecordName
 from rewarm.store.index import Index
 from rewarm.store.lock import holders
@@ -353,7 +353,7 @@ def _n_known(index: Index) -> int:
 
 def _read_mark(folder: Path) -> _Mark | None:
     try:
-        return msgspec.json.decode((folder / MARK).read_bytes(), type=_Mark)
+        return msgspec.json.decode(read_small(folder / MARK), type=_Mark)
     except (OSError, msgspec.DecodeError, UnicodeDecodeError):
         return None
 

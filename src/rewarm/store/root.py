@@ -20,7 +20,7 @@ import msgspec
 from rewarm.errors import IndexFault, RootError, SettingsError
 from rewarm.store.commit import Committer
 from rewarm.store.crew import Crew
-from rewarm.store.disk import Disk, patiently
+from rewarm.store.disk import Disk, patiently, read_small
 from rewarm.store.entries import Entries
 from rewarm.store.files import Files
 from rewarm.store.index import Index
@@ -305,7 +305,7 @@ def _file_id(path: Path) -> tuple[int, int] | None:
 def _read_settings(folder: Path) -> Settings:
     path = folder / "store.json"
     try:
-        return Settings.decode(patiently(path.read_bytes), path)
+        return Settings.decode(patiently(lambda: read_small(path)), path)
     except OSError as error:
         raise SettingsError(f"{path} cannot be read: {error.strerror or error}. The records are untouched.") from error
 

@@ -21,7 +21,7 @@ from rewarm.state.layout import Layout
 from rewarm.state.reason import Reason
 from rewarm.state.sequence import Array
 from rewarm.store import check
-from rewarm.store.disk import Disk
+from rewarm.store.disk import Disk, read_small
 from rewarm.store.entries import Entries, Entry
 from rewarm.store.files import RecordName
 from rewarm.store.forgotten import Forgotten
@@ -479,7 +479,7 @@ class Store:
         path = folder / "identity.json"
         with contextlib.suppress(OSError):
             if path.is_file() and not path.is_symlink() and not folder.is_symlink():
-                return path.read_bytes()
+                return read_small(path)
         return None
 
     def read_descriptions(self) -> dict[bytes, bytes]:
@@ -493,7 +493,7 @@ class Store:
             plain = path.is_file() and not path.is_symlink() and not path.parent.is_symlink()
             if len(path.parent.name) == 2 * KEY_NBYTES and plain:
                 with contextlib.suppress(OSError, ValueError):
-                    found[bytes.fromhex(path.parent.name)] = path.read_bytes()
+                    found[bytes.fromhex(path.parent.name)] = read_small(path)
         return found
 
     def verify(self, progress: check.Progress | None = None, *, quarantine: bool = False) -> check.Report:
