@@ -298,3 +298,11 @@ def test_a_client_that_leaves_a_whole_reply_ends_it_at_the_worker(running: Runni
     with pytest.raises(httpx.ReadTimeout):
         running.client.post("/v1/chat/completions", json=body, timeout=1.5)
     until((running.settings.cache_dir / "left").exists)
+
+
+def test_a_large_body_that_is_announced_and_never_sent_is_refused_all_the_same(running: Running) -> None:
+    url = running.client.base_url
+    head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: {url.host}:{url.port}\r\nContent-Length: 99999999999\r\n\r\n{{"
+    with socket.create_connection((url.host, url.port or 80), timeout=60) as connection:
+        connection.sendall(head.encode())
+        assert connection.recv(4096).startswith(b"HTTP/1.1 413 ")

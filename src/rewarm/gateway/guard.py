@@ -8,6 +8,8 @@ of what is asked.
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import re
 from collections.abc import Iterable
 from urllib.parse import urlsplit
@@ -54,6 +56,9 @@ CLIENT = "rewarm.client"
 _OPEN = frozenset({"/login", "/favicon.ico"})
 _FOR_ADMINS = ("/api", "/metrics", "/openapi.json")
 
+DRAIN_S = 2.0
+"""How long a refused body is read, so that a client that still sends it sees the answer."""
+
 
 class Guard:
     """ASGI middleware around everything else.
@@ -89,7 +94,10 @@ class Guard:
                 await self._app(inner, receive, send)
         elif scope["type"] == "http":
             if problem.status == 413:
-                await _drain(receive, 2 * self._max_body_bytes)
+                # A client that announces a body and does not send it is answered all the same.
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(DRAIN_S):
+                        await _drain(receive, 2 * self._max_body_bytes)
             await self._answer(problem, headers, path)(scope, receive, _with_headers(send))
         else:
             await send({"type": "websocket.close", "code": 1008})
