@@ -73,7 +73,7 @@ def read_small(path: Path) -> bytes:
             raise OSError(errno.EINVAL, "it is no plain file")
         if status.st_size > MAX_SMALL_NBYTES:
             raise OSError(errno.EFBIG, "it is too large")
-        return stream.read(MAX_SMALL_NBYTES)
+        return stream.read(status.st_size)  # which is as much memory as is asked for
 
 
 class Disk:
