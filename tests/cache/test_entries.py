@@ -170,6 +170,24 @@ def test_a_forgotten_conversation_is_found_nowhere_under_the_root(driver: Driver
     assert driver.restore([1, 2, 3, 4, *secret, 5]).n_tokens == n + 4
 
 
+@pytest.mark.parametrize("how", ["forget", "clear"])
+def test_what_is_forgotten_is_gone_though_the_settings_cannot_be_read(driver: Driver, how: str) -> None:
+    chance = random.Random(how)
+    secret = [chance.randrange(2**60, 2**62) for _ in range(9)]
+    save(driver, secret)
+    (entry,) = driver.cache.entries()
+    right = (driver.root / "store.json").read_bytes()
+    (driver.root / "store.json").write_bytes(b"no settings")
+    with pytest.raises(rewarm.SettingsError):
+        driver.cache.forget(entry) if how == "forget" else driver.cache.clear()
+    needles = [token.to_bytes(8, order) for token in secret for order in ("little", "big")]
+    for path in driver.root.rglob("*"):
+        if path.is_file():
+            data = path.read_bytes()
+            assert not any(needle in data for needle in needles), path.name
+    (driver.root / "store.json").write_bytes(right)
+
+
 def test_clear_of_one_namespace_leaves_the_others(driver: Driver) -> None:
     driver.save(range(9), owner=(0, b""))
     driver.save(range(9), owner=(1, b""))

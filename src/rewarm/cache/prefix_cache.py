@@ -205,9 +205,10 @@ class PrefixCache:
         """
         ids = [_entry_id(each) for each in entries]
         self._writer.flush(FLUSH_S, held=False)
-        removal = self.store.forget(*ids, dry_run=dry_run)
-        self._writer.flush(FLUSH_S, held=False)
-        return removal
+        try:
+            return self.store.forget(*ids, dry_run=dry_run)
+        finally:
+            self._writer.flush(FLUSH_S, held=False)  # every process of ours has taken note then
 
     def on_forget(self, callback: Callable[[Forgotten], None]) -> None:
         """Have `callback(forgotten)` called when a conversation is forgotten, by whichever process: see `holds_any`."""
@@ -220,9 +221,10 @@ class PrefixCache:
             namespace = namespace.identity.fingerprint
             if namespace is None:
                 return Removal()
-        removal = self.store.clear(_fingerprint(namespace), dry_run=dry_run)
-        self._writer.flush(FLUSH_S, held=False)
-        return removal
+        try:
+            return self.store.clear(_fingerprint(namespace), dry_run=dry_run)
+        finally:
+            self._writer.flush(FLUSH_S, held=False)  # every process of ours has taken note then
 
     def touch(self, match: Match) -> None:
         """Note that a prefix was used, though the engine's own memory served it."""

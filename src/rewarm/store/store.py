@@ -308,8 +308,8 @@ class Store:
             if dry_run:
                 return Removal().add(collect())
             removed = self._root.remover.erase(collect)
+            self.erase_log(due=True)  # whatever the settings file is
             self._unpin(entry_ids)
-            self.erase_log(due=True)
             return removed
 
     def clear(self, fingerprint: bytes | None, *, dry_run: bool) -> Removal:
@@ -329,8 +329,8 @@ class Store:
             if dry_run:
                 return Removal().add(collect())
             removed = self._root.remover.erase(collect)
+            self.erase_log(due=True)  # whatever the settings file is
             self._unpin([each.hex() for each in ids])
-            self.erase_log(due=True)
             return removed
 
     def keep(self, name: str, ttl_s: float | None) -> None:
